@@ -1,0 +1,101 @@
+"""Files on disk: JSON and safetensors only, read with a clear error, written so that no one sees half a file.
+
+Every file of this project is written to a temporary name beside its place and renamed into it, so a crash
+leaves the old file or the new one. Every reader turns a missing, corrupt or unexpected file into a ValueError
+that names it; the command line prints that as one line.
+"""
+import json
+import os
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+
+def write_atomically(file: Path, write) -> None:
+    """Call write(temporary path), flush it to the disk, then rename it to `file`."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_name(file.name + ".tmp")
+    try:
+        write(temporary)
+        with open(temporary, "rb+") as handle:
+            os.fsync(handle.fileno())
+        os.replace(temporary, file)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_text(file: Path, text: str) -> None:
+    write_atomically(file, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
+def write_json(file: Path, value: dict) -> None:
+    write_text(file, json.dumps(value, indent=2) + "\n")
+
+
+def write_tensors(file: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    write_atomically(file, lambda temporary: save_file(tensors, temporary, {"format": "pt", **(metadata or {})}))
+
+
+def read_json(file: Path) -> dict:
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{file}: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+def read_tensors(file: Path, wanted=None) -> dict[str, Tensor]:
+    """The tensors of a safetensors file; with `wanted`, only those of these names that it has."""
+    if not file.is_file():
+        raise ValueError(f"{file} is missing")
+    try:
+        with safe_open(file, framework="pt") as shard:
+            return {key: shard.get_tensor(key) for key in shard.keys() if wanted is None or key in wanted}
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{file} is not a readable safetensors file ({error}): fetch or save it again") from None
+
+
+def read_metadata(file: Path) -> dict[str, str]:
+    """The strings in a safetensors file's header."""
+    try:
+        with safe_open(file, framework="pt") as shard:
+            return shard.metadata() or {}
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{file} is not a readable safetensors file ({error})") from None
+
+
+def find_model_folder(path: str | Path) -> Path:
+    """A local folder as it is; what looks like a hub id is fetched, or found in the hub's own cache."""
+    folder = Path(path)
+    if folder.is_dir():
+        return folder
+    if folder.exists() or str(path).count("/") != 1 or str(path).startswith((".", "/", "~")):
+        raise ValueError(f"{path} is not a model: expected a folder with config.json and safetensors files, or a hub id")
+    from huggingface_hub import snapshot_download           # slow to import, and needed for hub ids only
+    try:
+        return Path(snapshot_download(str(path), allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja"]))
+    except Exception as error:                              # the hub's client raises dozens of types
+        raise ValueError(f"{path} is neither a folder nor a model that the hub gives ({type(error).__name__}): "
+                         "check the name and the connection, or name a local folder") from None
+
+
+def find_weight_files(folder: Path) -> list[Path]:
+    """model.safetensors, or the shards that model.safetensors.index.json lists."""
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        return [folder / "model.safetensors"]
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise ValueError(f"{index}: expected a weight_map of tensor names to file names")
+    names = sorted(set(weight_map.values()))
+    for name in names:
+        if Path(name).name != name or "\0" in name:         # no path may lead out of the folder
+            raise ValueError(f"{index}: shard {name!r} is not the name of a file in this folder")
+    return [folder / name for name in names]
