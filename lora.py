@@ -1,0 +1,142 @@
+"""Low-rank adapters (LoRA, Hu et al. 2021): the only weights that the policy learns.
+
+    y = W x + b + (alpha / rank) B A x,      A (rank, in) small random, B (out, rank) zero, W and b frozen
+
+B = 0 makes a fresh adapter invisible, so the model with its adapters disabled *is* the reference policy and
+no second copy is ever kept. A and B stay in fp32 whatever the base's dtype: with a learning rate of 1e-5 a
+bf16 adapter would round most of its updates away. Folders are PEFT's: adapter_config.json and
+adapter_model.safetensors, in both directions.
+"""
+import math
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from files import read_json, read_tensors, write_json, write_tensors
+from model import Transformer
+
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+PEFT_PREFIX = "base_model.model.model."
+UNSUPPORTED = ("use_dora", "use_rslora", "modules_to_save", "rank_pattern", "alpha_pattern", "fan_in_fan_out",
+               "use_qalora", "trainable_token_indices", "lora_bias")
+
+
+class LoRALinear(nn.Linear):
+    """A frozen linear layer plus its adapter; keeps the names `weight` and `bias` of the layer it replaces."""
+    def __init__(self, base: nn.Linear, rank: int, alpha: float, generator: torch.Generator):
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self.weight, self.bias, self.scale, self.enabled = base.weight, base.bias, alpha / rank, True
+        bound = 1 / math.sqrt(base.in_features)             # PEFT's initialisation, kaiming_uniform(a=sqrt(5))
+        A = torch.empty(rank, base.in_features).uniform_(-bound, bound, generator=generator)
+        self.lora_A = nn.Parameter(A.to(base.weight.device))
+        self.lora_B = nn.Parameter(torch.zeros(base.out_features, rank, device=base.weight.device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.linear(x, self.weight, self.bias)
+        if not self.enabled:
+            return y
+        delta = F.linear(F.linear(x.float(), self.lora_A), self.lora_B)
+        return y + (self.scale * delta).to(y.dtype)
+
+
+def layers(model: nn.Module) -> dict[str, LoRALinear]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoRALinear)}
+
+
+def parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The trainable weights under PEFT's names, in one fixed order."""
+    return {f"{PEFT_PREFIX}{name}.lora_{part}.weight": getattr(layer, f"lora_{part}")
+            for name, layer in layers(model).items() for part in "AB"}
+
+
+def apply(model: Transformer, rank: int = 8, alpha: float = 16, targets: tuple[str, ...] = TARGETS,
+          seed: int = 0) -> Transformer:
+    """Freeze the model and put an adapter on every linear layer whose last name is in `targets`."""
+    unknown = sorted(set(targets) - set(TARGETS))
+    if unknown or not targets:
+        raise ValueError(f"LoRA targets {', '.join(unknown) or '(none)'}: expected some of {', '.join(TARGETS)}")
+    if rank < 1 or alpha <= 0:
+        raise ValueError(f"LoRA rank {rank} and alpha {alpha} must be positive")
+    model.requires_grad_(False)
+    generator = torch.Generator().manual_seed(seed)
+    for name, module in list(model.named_modules()):
+        owner, _, leaf = name.rpartition(".")
+        if leaf in targets:
+            setattr(model.get_submodule(owner), leaf, LoRALinear(module, rank, alpha, generator))
+    return model
+
+
+@contextmanager
+def disabled(model: nn.Module):
+    """Inside, the model is its own reference policy."""
+    wrapped = layers(model).values()
+    for layer in wrapped:
+        layer.enabled = False
+    try:
+        yield model
+    finally:
+        for layer in wrapped:
+            layer.enabled = True
+
+
+@contextmanager
+def merged(model: nn.Module):
+    """Inside, W is W + scale * B A and the adapters cost nothing. The original tensors are set aside, not
+    added to and subtracted from, so afterwards they are the same bits."""
+    wrapped = layers(model).values()
+    originals = [layer.weight for layer in wrapped]
+    try:
+        for layer in wrapped:
+            delta = layer.scale * (layer.lora_B.detach() @ layer.lora_A.detach())
+            weight = (layer.weight.float() + delta).to(layer.weight.dtype)
+            layer.weight = nn.Parameter(weight, requires_grad=False)
+        with disabled(model):
+            yield model
+    finally:
+        for layer, weight in zip(wrapped, originals):
+            layer.weight = weight
+
+
+def save(model: Transformer, folder: str | Path, base: str = "") -> None:
+    """Write the adapters as PEFT does; `base` is the name of the model that they belong to."""
+    wrapped = layers(model)
+    first = next(iter(wrapped.values()))
+    rank = first.lora_A.shape[0]
+    write_tensors(Path(folder) / "adapter_model.safetensors", parameters(model))
+    write_json(Path(folder) / "adapter_config.json", {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": rank,
+        "lora_alpha": first.scale * rank, "target_modules": sorted({name.rpartition(".")[2] for name in wrapped}),
+        "lora_dropout": 0.0, "bias": "none", "fan_in_fan_out": False, "inference_mode": True})
+
+
+def load(model: Transformer, folder: str | Path) -> Transformer:
+    """Put the adapters of a PEFT folder on the model (in place of its own, if it has the same ones)."""
+    file, where = Path(folder) / "adapter_model.safetensors", Path(folder) / "adapter_config.json"
+    config, tensors = read_json(where), read_tensors(file)
+    extra = [key for key in UNSUPPORTED if config.get(key)]
+    if config.get("peft_type") != "LORA" or config.get("bias", "none") != "none" or extra:
+        raise ValueError(f"{where}: expected plain LoRA without bias, found {config.get('peft_type')} {' '.join(extra)}")
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if type(rank) is not int or type(alpha) not in (int, float) or not (rank > 0 and 0 < alpha < 1e9):
+        raise ValueError(f"{where}: r is {rank!r} and lora_alpha {alpha!r}, expected positive numbers")
+    if not layers(model):
+        targets = {part for key in tensors for part in key.split(".") if part in TARGETS}
+        apply(model, rank, alpha, tuple(targets))
+    adapters = parameters(model)
+    for key in sorted(adapters.keys() | tensors.keys()):
+        if key not in adapters or key not in tensors:
+            raise ValueError(f"{file}: tensor {key} is {'unexpected' if key in tensors else 'missing'} for this model")
+        if adapters[key].shape != tensors[key].shape:
+            raise ValueError(f"{file}: tensor {key} has shape {tuple(tensors[key].shape)}, "
+                             f"expected {tuple(adapters[key].shape)}")
+    with torch.no_grad():
+        for key, adapter in adapters.items():
+            adapter.copy_(tensors[key])
+    for layer in layers(model).values():
+        layer.scale = alpha / rank
+    return model
