@@ -1,0 +1,92 @@
+"""The tiny base model: a Qwen2 of about a million parameters that has seen Countdown played, not won.
+
+It is pretrained from scratch on random legal plays (data.attempt), of which TARGET_SHARE end on the target in
+their prompt. So it knows the notation and the arithmetic, spreads over all strategies, and is right now and
+then: where a real base model stands before reinforcement learning, at a millionth of the cost.
+
+The result is an ordinary Hugging Face folder (config.json, model.safetensors, tokenizer.json), cached under
+the given folder; from there the tiny model and a downloaded one take the same path through the code.
+"""
+import math
+import random
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
+from transformers import Qwen2Tokenizer
+
+import data
+from model import ModelConfig, Transformer
+
+PAD, EOS = "<pad>", "<eos>"
+# Byte-pair encoding as Qwen's, where a space is written Ġ: one token a digit or sign, a few for the words.
+MERGES = ["u s", "us e", "Ġ t", "Ġt o", "Ġ m", "Ġm a", "Ġma k", "Ġmak e"]
+VOCABULARY = [PAD, EOS, *"0123456789+-*=;,:Ġusetomak", *(merge.replace(" ", "") for merge in MERGES)]
+CONFIG = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "vocab_size": 40, "hidden_size": 128,
+          "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+          "hidden_act": "silu", "max_position_embeddings": 128, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+          "tie_word_embeddings": True, "eos_token_id": 1, "pad_token_id": 0}
+TARGET_SHARE = 0.3
+STEPS, BATCH, LEARNING_RATE, WARMUP = 700, 64, 3e-3, 50
+
+
+def make_tokenizer() -> Qwen2Tokenizer:
+    return Qwen2Tokenizer(vocab={token: i for i, token in enumerate(VOCABULARY)}, merges=[tuple(m.split()) for m in MERGES],
+                          unk_token=None, bos_token=None, eos_token=EOS, pad_token=PAD)
+
+
+def make_batch(tokenizer, size: int, count: int, rng: random.Random) -> tuple[Tensor, Tensor]:
+    """-> ids (count, T) and targets (count, T), -100 where there is no response token to predict."""
+    prompts, plays = [], []
+    for _ in range(count):
+        numbers = data.random_numbers(size, rng)
+        play, result = data.attempt(numbers, rng)
+        if rng.random() > TARGET_SHARE:
+            result = data.attempt(numbers, rng)[1]
+        prompts.append(data.Countdown(numbers, result).prompt), plays.append(play + EOS)
+    prompts, plays = tokenizer(prompts).input_ids, tokenizer(plays).input_ids
+    width = max(len(a) + len(b) for a, b in zip(prompts, plays)) - 1
+    ids, targets = torch.zeros(count, width, dtype=torch.long), torch.full((count, width), -100)
+    for row, (prompt, play) in enumerate(zip(prompts, plays)):
+        ids[row, :len(prompt) + len(play) - 1] = torch.tensor(prompt + play[:-1])
+        targets[row, len(prompt) - 1:len(prompt) + len(play) - 1] = torch.tensor(play)
+    return ids, targets
+
+
+def initialise(model: Transformer, generator: torch.Generator) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 2:
+            parameter.data.normal_(0, 0.02 if "embed" in name else parameter.shape[1] ** -0.5, generator=generator)
+        elif name.endswith("bias"):
+            parameter.data.zero_()
+
+
+def find(task: str, cache: Path, rebuild: bool = False) -> Path:
+    """The cached folder of the tiny model for this task, built first if need be."""
+    if task not in data.COUNTDOWN:
+        raise ValueError(f"the tiny model only plays {' and '.join(data.COUNTDOWN)}: for --data {task} name a --model")
+    folder = cache / f"tiny-{task}"
+    return folder if (folder / "config.json").exists() and not rebuild else build(folder, data.COUNTDOWN[task])
+
+
+def build(folder: Path, size: int = 3, steps: int = STEPS, seed: int = 0, progress: bool = True) -> Path:
+    """Pretrain on plays of `size` numbers and save; about a minute on two cores."""
+    tokenizer, rng = make_tokenizer(), random.Random(f"tiny {size} {seed}")
+    model = Transformer(ModelConfig.from_dict(CONFIG))
+    initialise(model, torch.Generator().manual_seed(seed))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min((step + 1) / WARMUP, 0.5 + 0.5 * math.cos(math.pi * step / steps)))
+    for _ in (bar := tqdm(range(steps), "building the tiny base model", disable=not progress)):
+        ids, targets = make_batch(tokenizer, size, BATCH, rng)
+        loss = F.cross_entropy(model(ids).flatten(0, 1), targets.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step(), schedule.step()
+        bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
+    tokenizer.save_pretrained(folder)
+    model.save_pretrained(folder)                           # last: config.json marks a folder that is complete
+    return folder
