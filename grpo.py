@@ -1,0 +1,165 @@
+"""Group Relative Policy Optimization (Shao et al. 2024): advantages inside groups, a clipped policy loss.
+
+    A_i      = (r_i - mean(r)) / std(r)                over the G responses to one problem   [normalise std]
+    ratio_t  = pi(o_t) / pi_old(o_t)
+    loss     = - sum_t w_t min(ratio_t A, clip(ratio_t, 1 - low, 1 + high) A) + kl * sum_t w_t k3_t
+    k3_t     = exp(ref_t - logp_t) - (ref_t - logp_t) - 1            an unbiased, non-negative estimate of KL
+
+The weights w_t are fixed for the whole batch before it is cut into micro-batches, so the gradient is the same
+however it is cut. Departures from the original, each a flag: mean-centred advantages (`none`) and the
+`constant` weighting of Dr. GRPO (Liu et al. 2025), the `token` weighting and the separate upper clip of DAPO
+(Yu et al. 2025).
+
+`score` is where the time goes. It reads each prompt once for its whole group, lets the responses attend to
+it, and projects onto the vocabulary only at response positions, a chunk at a time. `score_naive` is the same
+function as one would write it first: tests hold the two together. Called by train.py once a step.
+"""
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import lora
+from model import SharedPrefix, Transformer
+from sample import Rollout, pad_left
+
+LOGITS_AT_ONCE = 2 ** 24                # at most this many logits exist at a time: 64 MB in fp32
+MAX_LOG_RATIO = 20.0                    # exp(20) is large and finite
+
+
+def group_advantages(rewards: Tensor, normalise: str) -> Tensor:
+    """rewards (B, G) -> advantages (B, G): above or below the mean of one's own group."""
+    advantages = rewards - rewards.mean(1, keepdim=True)
+    if normalise == "std":
+        advantages = advantages / (rewards.std(1, keepdim=True) + 1e-4)
+    elif normalise != "none":
+        raise ValueError(f"normalise is {normalise!r}, expected std or none")
+    # The mean of equal numbers may be off by a rounding error, which a division by a tiny deviation would blow up.
+    equal = rewards.amax(1, keepdim=True) == rewards.amin(1, keepdim=True)
+    return advantages.masked_fill(equal, 0.0)
+
+
+def token_weights(lengths: Tensor, max_new_tokens: int, normalise: str) -> Tensor:
+    """lengths (N,) -> the weight w (N,) of each response's tokens in the batch's loss.
+
+    token: every token counts the same; sequence: every response does; constant: a fixed length divides all.
+    """
+    N = len(lengths)
+    if normalise == "token":
+        return torch.full((N,), 1.0 / max(int(lengths.sum()), 1), device=lengths.device)
+    if normalise == "sequence":
+        return 1.0 / (N * lengths.clamp(min=1).float())
+    if normalise == "constant":
+        return torch.full((N,), 1.0 / (N * max_new_tokens), device=lengths.device)
+    raise ValueError(f"loss normalisation is {normalise!r}, expected token, sequence or constant")
+
+
+def target_logprobs(hidden: Tensor, head: Tensor, targets: Tensor, temperature: float) -> Tensor:
+    """hidden (n, D), head (V, D), targets (n,) -> log-probability of each target (n,), in fp32."""
+    logits = F.linear(hidden, head).float() / temperature                                        # (n, V)
+    return -F.cross_entropy(logits, targets, reduction="none")
+
+
+def chunked_logprobs(hidden: Tensor, head: Tensor, targets: Tensor, temperature: float) -> Tensor:
+    """The same, never holding more than LOGITS_AT_ONCE logits: backward computes each chunk's again."""
+    size = max(1, LOGITS_AT_ONCE // head.shape[0])
+    if len(hidden) <= size:
+        return target_logprobs(hidden, head, targets, temperature)
+    return torch.cat([checkpoint(target_logprobs, h, head, t, temperature, use_reentrant=False)
+                      for h, t in zip(hidden.split(size), targets.split(size))])
+
+
+def score(model: Transformer, prompts: list[list[int]], ids: Tensor, mask: Tensor, temperature: float) -> Tensor:
+    """Log-probabilities (N, T) of the responses `ids`, zero outside mask (N, T); N = len(prompts) * samples.
+
+    P + G * T tokens go through the model for a group, not G * (P + T), with equal values and gradients.
+    """
+    samples = len(ids) // len(prompts)
+    prompt_ids, start = pad_left(prompts, ids.device)
+    prefix = SharedPrefix(samples)
+    last = model.hidden(prompt_ids, start, prefix)[:, -1:].repeat_interleave(samples, dim=0)     # (N, 1, D)
+    start = None if start is None else start.repeat_interleave(samples)
+    rest = model.hidden(ids[:, :-1], start, prefix)                                              # (N, T - 1, D)
+    hidden = torch.cat((last, rest), dim=1)[mask]                                                # (n, D)
+    logprobs = chunked_logprobs(hidden, model.head, ids[mask], temperature)
+    return torch.zeros(mask.shape, device=ids.device).masked_scatter(mask, logprobs)
+
+
+def score_naive(model: Transformer, prompts: list[list[int]], ids: Tensor, mask: Tensor, temperature: float) -> Tensor:
+    """The same from whole sequences: every prompt repeated for every response, every logit kept."""
+    samples = len(ids) // len(prompts)
+    prompt_ids, start = pad_left([prompt for prompt in prompts for _ in range(samples)], ids.device)
+    logits = model(torch.cat((prompt_ids, ids), dim=1), start)[:, prompt_ids.shape[1] - 1:-1]    # (N, T, V)
+    logprobs = F.log_softmax(logits.float() / temperature, dim=-1)
+    return logprobs.gather(2, ids[..., None])[..., 0] * mask
+
+
+def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
+    """Schulman's estimate of KL(pi || ref) a token: exp(d) - d - 1 with d = ref - logp."""
+    difference = (reference - logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return difference.exp() - difference - 1
+
+
+def clipped_objective(logprobs: Tensor, old: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """-> min(ratio A, clip(ratio) A) a token, and where the clip took effect. logprobs, old (N, T); advantages (N, 1)."""
+    ratio = (logprobs - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    clipped = ratio.clamp(1 - low, 1 + high)
+    return torch.minimum(ratio * advantages, clipped * advantages), ratio * advantages > clipped * advantages
+
+
+@dataclass(frozen=True)
+class LossSettings:
+    """The knobs of the policy loss, as train.py's flags explain them."""
+    temperature: float = 1.0
+    kl: float = 0.0
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    normalise: str = "token"
+    max_new_tokens: int = 24
+    micro_batch: int = 8                # problems that go through the model at a time
+
+
+def micro_batches(problems: int, samples: int, size: int) -> list[tuple[int, slice]]:
+    """-> (first problem, rows of its responses) of each micro-batch."""
+    return [(b, slice(b * samples, min(b + size, problems) * samples)) for b in range(0, problems, size)]
+
+
+@torch.no_grad()
+def reference_logprobs(model: Transformer, prompts: list[list[int]], rollout: Rollout, settings: LossSettings) -> Tensor:
+    """(N, T) under the base model: the same weights, adapters off."""
+    samples, mask, size = len(rollout.ids) // len(prompts), rollout.mask(), settings.micro_batch
+    with lora.disabled(model):
+        return torch.cat([score(model, prompts[b:b + size], rollout.ids[rows], mask[rows], settings.temperature)
+                          for b, rows in micro_batches(len(prompts), samples, size)])
+
+
+def accumulate_gradient(model: Transformer, prompts: list[list[int]], rollout: Rollout, advantages: Tensor,
+                        settings: LossSettings, reference: Tensor | None = None, old: Tensor | None = None) -> dict[str, float]:
+    """Add the batch's policy gradient to the adapters' -> metrics. advantages (B, G); reference, old (N, T).
+
+    old=None: the policy has not moved since it sampled, so the ratio is exactly 1 and only carries the gradient.
+    """
+    samples, size, mask = advantages.shape[1], settings.micro_batch, rollout.mask()
+    weights = token_weights(rollout.lengths, settings.max_new_tokens, settings.normalise)[:, None] * mask   # (N, T)
+    share = mask / mask.sum().clamp(min=1)                  # for means over the batch's tokens
+    groups = list(range(len(prompts)))
+    if not settings.kl:                                     # without KL nothing flows from a group of zero advantage
+        groups = advantages.ne(0).any(1).nonzero()[:, 0].tolist()
+    rows_of = torch.arange(len(rollout.ids), device=mask.device).view(-1, samples)                          # (B, G)
+    metrics = {"loss": 0.0, "kl": 0.0, "clip_share": 0.0}
+    for chosen in (groups[i:i + size] for i in range(0, len(groups), size)):
+        rows = rows_of[chosen].flatten()
+        T = max(int(rollout.lengths[rows].max()), 1)        # no columns of padding
+        ids, seen = rollout.ids[rows, :T], mask[rows, :T]
+        logprobs = score(model, [prompts[b] for b in chosen], ids, seen, settings.temperature)
+        objective, clipped = clipped_objective(logprobs, logprobs.detach() if old is None else old[rows, :T],
+                                               advantages[chosen].view(-1, 1), settings.clip_low, settings.clip_high)
+        kl = k3(logprobs, logprobs.detach() if reference is None else reference[rows, :T])
+        loss = ((settings.kl * kl - objective) * weights[rows, :T]).sum()
+        loss.backward()
+        metrics["loss"] += loss.item()
+        metrics["kl"] += (kl.detach() * share[rows, :T]).sum().item()
+        metrics["clip_share"] += (clipped * share[rows, :T]).sum().item()
+    return metrics
