@@ -1,0 +1,186 @@
+"""Evaluation: how often a policy is right, and how many ways of being right it still has.
+
+    python evaluate.py runs/NAME            a trained run: everything else is read from its config.json
+    python evaluate.py MODEL --data NAME    any model folder or hub id, no run needed
+
+pass@k is the unbiased estimator of Chen et al. (2021): with c of n samples correct, 1 - C(n-c, k) / C(n, k).
+Strategy entropy is in nats, over the true strategies of all legal responses. Intervals are 95 % bootstrap
+intervals over problems. The same seed gives the same numbers.
+"""
+import json
+import math
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import AutoTokenizer
+
+import data
+import lora
+import sample
+import tiny
+from files import find_model_folder, read_json, write_json
+from flags import fail, knob, parse
+from model import Transformer
+
+KS = (1, 5, 16)
+DEVICES, DTYPES = ("auto", "cpu", "cuda", "mps"), ("auto", "float32", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Config:
+    path: str = knob("", "a run folder of train.py, a model folder, or a hub id")
+    data: str = knob("countdown", "problems to evaluate on; a run brings its own", group="What is measured")
+    problems: int = knob(200, "test problems", low=1)
+    samples: int = knob(16, "responses to each", low=1)
+    temperature: float = knob(1.0, "sampling temperature, 0 is greedy; a run brings its own", low=0)
+    max_new_tokens: int = knob(32, "longest response; a run brings its own", low=1)
+    seed: int = knob(0, "seed of the sampling", low=0)
+    output: str = knob("", "also write the results to this JSON file", group="Where")
+    device: str = knob("auto", "where to compute", choices=DEVICES)
+    dtype: str = knob("auto", "of the base weights; auto is bfloat16 on cuda, else float32", choices=DTYPES)
+    cache: str = knob("cache", "folder of the tiny base model")
+
+
+@dataclass
+class Policy:
+    """A model that reads and writes text."""
+    model: Transformer
+    tokenizer: object
+    eos_ids: tuple[int, ...]
+
+    def encode(self, problems: list) -> list[list[int]]:
+        return [self.tokenizer(problem.prompt).input_ids for problem in problems]
+
+    def decode(self, rollout: sample.Rollout) -> list[str]:
+        return self.tokenizer.batch_decode([ids[:n] for ids, n in zip(rollout.ids.tolist(), rollout.lengths.tolist())],
+                                           skip_special_tokens=True)
+
+
+def open_policy(name: str, task: str, cache: str, device: str, dtype: str, rebuild: bool = False) -> Policy:
+    """`tiny` is built when it is not in the cache; anything else is a Hugging Face folder or a hub id."""
+    folder = tiny.find(task, Path(cache), rebuild) if name == "tiny" else find_model_folder(name)
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    if device != "cpu" and not getattr(torch, device).is_available():
+        raise ValueError(f"device {device} is not available on this machine: use --device cpu or auto")
+    if dtype == "auto":
+        dtype = "bfloat16" if device == "cuda" else "float32"
+    model = Transformer.from_pretrained(folder, getattr(torch, dtype), device)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except Exception as error:                              # transformers raises whatever its readers raise
+        raise ValueError(f"{folder}: its tokenizer cannot be read ({type(error).__name__}: {error})") from None
+    return Policy(model, tokenizer, find_eos_ids(folder, tokenizer))
+
+
+def find_eos_ids(folder: Path, tokenizer) -> tuple[int, ...]:
+    """Every id that ends a response: generation_config.json knows most, and nothing else is taken from it."""
+    found = {tokenizer.eos_token_id}
+    for name in ("config.json", "generation_config.json"):
+        value = read_json(folder / name).get("eos_token_id") if (folder / name).exists() else None
+        found |= set(value) if isinstance(value, list) else {value}
+    found = {i for i in found if type(i) is int}
+    if not found:
+        raise ValueError(f"{folder}: no end token, neither in its tokenizer nor as eos_token_id in its config.json")
+    return tuple(sorted(found))
+
+
+def pass_at_k(samples: int, correct: int, k: int) -> float:
+    return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
+
+
+def entropy(counts: Tensor) -> Tensor:
+    """counts (..., K) -> the entropy of their frequencies in nats (...)."""
+    frequencies = counts / counts.sum(-1, keepdim=True).clamp(min=1e-9)
+    return torch.special.entr(frequencies).sum(-1)
+
+
+def evaluate(policy: Policy, problems: list, samples: int, temperature: float, max_new_tokens: int, seed: int = 0,
+             progress: bool = False, batch: int = 32) -> dict:
+    """Sample and measure -> the contents of evaluation.json."""
+    generator, responses = torch.Generator().manual_seed(seed), []
+    prompts = policy.encode(problems)
+    for i in tqdm(range(0, len(prompts), batch), "evaluating", disable=not progress, leave=False):
+        rollout = sample.generate(policy.model, prompts[i:i + batch], samples, max_new_tokens, temperature,
+                                  policy.eos_ids, generator)
+        responses += policy.decode(rollout)
+    groups = [responses[i:i + samples] for i in range(0, len(responses), samples)]
+    return measure(problems, groups, seed)
+
+
+def measure(problems: list, groups: list[list[str]], seed: int = 0) -> dict:
+    """Judge each problem's responses -> metrics with their intervals. None where a task cannot tell."""
+    samples = len(groups[0])
+    correct = [round(sum(map(problem.judge, group))) for problem, group in zip(problems, groups)]
+    shares = {f"pass@{k}": [pass_at_k(samples, c, k) for c in correct] for k in KS if k <= samples}
+    shares["distinct"] = [len(set(group)) / samples for group in groups]
+    if hasattr(problems[0], "valid"):
+        shares["valid"] = [sum(map(problem.valid, group)) / samples for problem, group in zip(problems, groups)]
+    counts = {}
+    for name, reader in (("strategy_entropy", "strategy_of"), ("path_entropy", "path_of")):
+        if hasattr(problems[0], reader):
+            counts[name] = count(list(map(getattr(problem, reader), group)) for problem, group in zip(problems, groups))
+    # Row 0 weighs every problem once, the others are 1,000 draws of the problems with replacement.
+    n, generator = len(problems), torch.Generator().manual_seed(seed)
+    drawn = torch.randint(n, (1000, n), generator=generator)
+    weights = torch.cat((torch.ones(1, n), torch.zeros(1000, n).scatter_add_(1, drawn, torch.ones(1000, n)))).double()
+    values = {name: weights @ torch.tensor(share, dtype=torch.float64) / n for name, share in shares.items()}
+    values |= {name: entropy(weights @ table) for name, table in counts.items()}
+    quantiles = torch.tensor([0.025, 0.975], dtype=torch.float64)
+    result = dict.fromkeys(("pass@1", "pass@5", "pass@16", "strategy_entropy", "path_entropy", "valid", "distinct"))
+    result |= {name: value[0].item() for name, value in values.items()}
+    result["intervals"] = {name: value[1:].quantile(quantiles).tolist() for name, value in values.items()}
+    return result | {"problems": n, "samples": samples, "seed": seed}
+
+
+def count(labels_of_each_problem) -> Tensor:
+    """Lists of labels, None for none -> how often each problem's responses show each label, (problems, K)."""
+    tables = [Counter(label for label in labels if label is not None) for labels in labels_of_each_problem]
+    names = sorted(set().union(*tables)) or [""]
+    return torch.tensor([[table[name] for name in names] for table in tables], dtype=torch.float64)
+
+
+def table(columns: dict[str, dict]) -> str:
+    """{heading: result} -> the small table that people read."""
+    lines = [f"{'':18}" + "".join(f"{heading:>24}" for heading in columns)]
+    for name in ("pass@1", "pass@5", "pass@16", "strategy_entropy", "valid", "distinct"):
+        cells = []
+        for result in columns.values():
+            if result.get(name) is None:
+                cells.append("-")
+                continue
+            unit, digits, low_high = (1, 2, "{:.2f} to {:.2f}") if "entropy" in name else (100, 1, "{:.1f} to {:.1f} %")
+            low, high = (unit * bound for bound in result["intervals"][name])
+            cells.append(f"{unit * result[name]:.{digits}f} ({low_high.format(low, high)})")
+        lines.append(f"{name.replace('_', ' '):18}" + "".join(f"{cell:>24}" for cell in cells))
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> None:
+    config, given = parse(Config, __doc__, argv, positional="path")
+    try:
+        path, model, settings = Path(config.path), config.path, {}
+        if (path / "adapter").is_dir():
+            settings = read_json(path / "config.json")
+            model = settings["model"]
+        task, temperature, max_new_tokens = (getattr(config, name) if name in given else settings.get(name, getattr(config, name))
+                                             for name in ("data", "temperature", "max_new_tokens"))
+        policy = open_policy(model, task, config.cache, config.device, config.dtype)
+        if settings:
+            lora.load(policy.model, path / "adapter")
+        problems = data.load(task, "test", config.problems)
+        result = evaluate(policy, problems, config.samples, temperature, max_new_tokens, config.seed, progress=True)
+    except (ValueError, KeyError) as error:
+        fail(error)
+    print(table({path.name: result}))
+    if config.output:
+        write_json(Path(config.output), result)
+        print(f"written to {config.output}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""The command line: a frozen dataclass of knobs becomes the flags, the manual and the checks of a script.
+
+    @dataclass(frozen=True)
+    class Config:
+        steps: int = knob(200, "policy updates", low=1, group="The run")
+        kl: float = knob(0.0, "weight of the KL penalty", low=0)       # stays in the group above it
+
+    config, given = parse(Config, __doc__)          # --steps and --kl exist, --help explains them
+
+A bad value ends the program with one line and exit code 2. `given` names the flags that were typed, so that a
+preset or a resumed run can tell a wish from a default.
+"""
+import argparse
+import math
+import sys
+from dataclasses import field, fields
+
+
+def knob(default, help: str, low=None, above=None, choices: tuple = (), group: str = ""):
+    """A dataclass field that is a flag: value >= low, value > above, value in choices."""
+    return field(default=default, metadata={"help": help, "low": low, "above": above, "choices": choices, "group": group})
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        fail(f"{message} (--help explains every flag)")
+
+
+def fail(message: str):
+    """One line for a person, exit code 2 for a program."""
+    print(f"error: {' '.join(str(message).split())}", file=sys.stderr)
+    sys.exit(2)
+
+
+def convert(kind: type, limits: dict):
+    """-> a function from a flag's text to its checked value."""
+    def from_text(text: str):
+        try:
+            value = tuple(part for part in text.split(",") if part) if kind is tuple else kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {'a whole number' if kind is int else 'a number'}")
+        low, above = limits["low"], limits["above"]
+        if kind is float and not math.isfinite(value):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a finite number")
+        if (low is not None and value < low) or (above is not None and value <= above):
+            raise argparse.ArgumentTypeError(f"{text} is too small, expected {f'at least {low}' if above is None else f'more than {above}'}")
+        return value
+    return from_text
+
+
+def parse(config_class: type, description: str, argv: list[str] | None = None, positional: tuple[str, str] | None = None):
+    """-> (config, the set of fields that were given); with `positional` = (name, help), that field comes first."""
+    parser = Parser(description=description, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+    group = parser
+    for knob_field in fields(config_class):
+        meta, kind = knob_field.metadata, type(knob_field.default)
+        if meta["group"]:
+            group = parser.add_argument_group(meta["group"])
+        flag, options = "--" + knob_field.name.replace("_", "-"), {"default": argparse.SUPPRESS}
+        if positional == knob_field.name:
+            flag, options = knob_field.name, {}
+        elif kind is not bool:
+            options["metavar"] = {int: "N", float: "X"}.get(kind, "A,B" if kind is tuple else "NAME")
+        shown = ",".join(knob_field.default) if kind is tuple else knob_field.default
+        help_text = meta["help"] + ("" if kind is bool or shown == "" else f" (default {shown})")
+        if kind is bool:
+            options["action"] = "store_true"
+        else:
+            options["type"] = convert(kind, meta)
+            if meta["choices"]:
+                options["choices"], options["metavar"] = meta["choices"], "|".join(meta["choices"])
+        group.add_argument(flag, help=help_text.replace("%", "%%"), **options)
+    given = vars(parser.parse_args(argv))
+    return config_class(**given), set(given)
