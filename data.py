@@ -105,17 +105,16 @@ def random_numbers(size: int, rng: random.Random) -> tuple[int, ...]:
 
 
 def countdown(split: str, count: int, seed: int, size: int = 3) -> list[Countdown]:
-    """`count` solvable problems of one split, each (numbers as a multiset, target) at most once."""
+    """`count` solvable problems of one split. A target is where a random play ends, so common ones may repeat:
+    sums are the most common, which is what tempts a policy to add whatever it is given."""
     rng = random.Random(f"countdown {split} {size} {seed}")
-    problems: dict = {}
-    for _ in range(10_000 + 100 * count):                   # ample, unless there are not that many
+    problems = []
+    while len(problems) < count:
         numbers = random_numbers(size, rng)
         problem = Countdown(numbers, attempt(numbers, rng)[1])
         if is_test(problem) == (split == "test"):
-            problems.setdefault((tuple(sorted(numbers)), problem.target), problem)
-        if len(problems) == count:
-            return list(problems.values())
-    raise ValueError(f"{count} {split} problems were asked for, Countdown with {size} numbers has about {len(problems)}")
+            problems.append(problem)
+    return problems
 
 
 COUNTDOWN = {"countdown": 3, "countdown4": 4}               # task: how many numbers

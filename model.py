@@ -136,8 +136,7 @@ class Attention(nn.Module):
         self.qk_norm = config.qk_norm
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache) -> Tensor:
-        B, T, _ = x.shape
-        q, k, v = (project(x).view(B, T, -1, self.head_dim)                      # (B, T, heads, head_dim)
+        q, k, v = (project(x).unflatten(-1, (-1, self.head_dim))                 # (B, T, heads, head_dim)
                    for project in (self.q_proj, self.k_proj, self.v_proj))
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -145,9 +144,9 @@ class Attention(nn.Module):
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)        # (B, heads, T, head_dim)
         if cache is not None:
             k, v = cache.append(self.layer, k, v)                                # (B, kv_heads, slots, head_dim)
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and T > 1,
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and x.shape[1] > 1,
                                            enable_gqa=self.grouped)
-        return self.o_proj(y.transpose(1, 2).reshape(B, T, -1))
+        return self.o_proj(y.transpose(1, 2).flatten(2))
 
 
 class MLP(nn.Module):

@@ -1,0 +1,49 @@
+"""Fixtures: the real tiny base model, built once a session, and small random models of every family."""
+import os
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")                # no test may reach for the network
+
+import pytest
+import torch
+
+import evaluate
+import tiny
+from model import ModelConfig, Transformer
+
+# Odd sizes on purpose: nothing may rely on powers of two, or on head_dim * heads == hidden_size.
+SHAPES = {
+    "qwen2": dict(hidden_size=36, num_attention_heads=6, num_key_value_heads=2, intermediate_size=50),
+    "llama": dict(hidden_size=30, num_attention_heads=3, num_key_value_heads=1, intermediate_size=44),
+    "qwen3": dict(hidden_size=28, num_attention_heads=4, num_key_value_heads=4, head_dim=10, intermediate_size=33),
+}
+
+
+def small_config(family: str, **changes) -> dict:
+    return {"model_type": family, "vocab_size": 37, "num_hidden_layers": 3, "max_position_embeddings": 64,
+            "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "eos_token_id": 1, **SHAPES[family], **changes}
+
+
+def small_model(family: str = "qwen2", seed: int = 0, **changes) -> Transformer:
+    """A random model whose logits are far from uniform."""
+    model = Transformer(ModelConfig.from_dict(small_config(family, **changes)))
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * (0.4 if parameter.ndim > 1 else 0.2))
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.data += 1
+    return model.requires_grad_(False)
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory) -> Path:
+    """A cache folder with the tiny Countdown model in it, exactly as `python train.py` builds it."""
+    folder = tmp_path_factory.mktemp("cache")
+    tiny.find("countdown", folder)
+    return folder
+
+
+@pytest.fixture
+def policy(cache) -> evaluate.Policy:
+    return evaluate.open_policy("tiny", "countdown", str(cache), "cpu", "float32")

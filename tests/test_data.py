@@ -1,0 +1,112 @@
+"""Countdown: the judge by hand and by brute force, and splits that cannot meet."""
+import itertools
+import random
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import data
+from data import Countdown
+
+PROBLEM = Countdown((3, 8, 5), 19)
+
+
+def test_the_prompt():
+    assert PROBLEM.prompt == "use 3,8,5 to make 19:"
+
+
+@pytest.mark.parametrize("response, legal, right", [
+    ("8*3=24;24-5=19", True, True), ("3*8=24;24-5=19", True, True), ("3+8=11;5+11=16", True, False),
+    ("8*3=24", False, False), ("8*3=24;24-5=19;", False, False), (";8*3=24;24-5=19", False, False),
+    ("8*3=25;25-5=20", False, False),               # wrong arithmetic
+    ("8*3=24;24-4=20", False, False),               # a number nobody gave
+    ("8*8=64;64-5=59", False, False),               # a number used twice
+    ("8*3=24;8-5=3", False, False),                 # the same, later
+    ("5-8=-3;-3+3=0", False, False),                # negative numbers are not on the table
+    ("08*3=24;24-5=19", False, False), ("8*3=24;24-5=19 ", False, False), ("8*3=24;24-5=19\n", False, False),
+    ("8 * 3 = 24;24-5=19", False, False), ("8*3=24,24-5=19", False, False), ("8/3=2;2-5=3", False, False),
+    ("٨*٣=24;24-5=19", False, False), ("", False, False), ("19", False, False),
+    ("use 3,8,5 to make 19:8*3=24;24-5=19", False, False),
+    ("__import__('os')", False, False), ("8**3=512;512-5=507", False, False)])
+def test_the_judge_by_hand(response, legal, right):
+    assert PROBLEM.valid(response) is legal
+    assert PROBLEM.judge(response) == float(right)
+    assert (PROBLEM.strategy_of(response) is None) is not legal
+
+
+def test_strategies_by_hand():
+    assert PROBLEM.strategy_of("8*3=24;24-5=19") == "*-"
+    assert PROBLEM.path_of("8*3=24;24-5=19") == PROBLEM.path_of("3*8=24;24-5=19") == "*- 1,3"
+    assert PROBLEM.path_of("5+3=8;8-8=0") == "+- 1,2"       # either 8 may be meant, the operands are the same
+    four = Countdown((1, 2, 3, 4), 10)
+    assert four.strategy_of("1+2=3;3+3=6;6+4=10") == "+++" and four.judge("1+2=3;3*4=12;12-3=9") == 0
+    assert Countdown((2, 2, 5), 9).judge("2+2=4;4+5=9") == 1 and not Countdown((2, 3, 5), 9).valid("2+2=4;4+5=9")
+
+
+def plays(numbers):
+    """Every legal play by brute force -> (response, result)."""
+    if len(numbers) == 1:
+        yield [], numbers[0]
+        return
+    for i, j in itertools.permutations(range(len(numbers)), 2):
+        rest = [n for k, n in enumerate(numbers) if k not in (i, j)]
+        for sign in "+-*":
+            result = {"+": numbers[i] + numbers[j], "-": numbers[i] - numbers[j], "*": numbers[i] * numbers[j]}[sign]
+            if result >= 0:
+                for steps, last in plays(rest + [result]):
+                    yield [f"{numbers[i]}{sign}{numbers[j]}={result}", *steps], last
+
+
+def test_the_judge_agrees_with_brute_force():
+    for problem in data.load("countdown", "test", 40):
+        legal = {";".join(steps): result for steps, result in plays(list(problem.numbers))}
+        assert problem.target in legal.values()             # every problem can be solved
+        for response, result in legal.items():
+            assert problem.valid(response) and problem.judge(response) == (result == problem.target)
+
+
+def test_random_attempts_are_legal_and_cover_all_strategies():
+    rng, seen = random.Random(0), set()
+    for size in (3, 4):
+        for _ in range(1000):
+            numbers = data.random_numbers(size, rng)
+            response, result = data.attempt(numbers, rng)
+            assert Countdown(numbers, result).judge(response) == 1 and result <= data.LARGEST_RESULT
+            seen.add(Countdown(numbers, result).strategy_of(response))
+    assert {len(s) for s in seen} == {2, 3} and len([s for s in seen if len(s) == 2]) == 9
+
+
+def test_splits_are_disjoint_whatever_the_seeds_and_deterministic():
+    def keys(problems):
+        return [(tuple(sorted(p.numbers)), p.target) for p in problems]
+    train = {key for seed in range(3) for key in keys(data.load("countdown", "train", 2000, seed))}
+    test = {key for seed in range(3) for key in keys(data.load("countdown", "test", 200, seed))}
+    assert not train & test
+    assert data.load("countdown4", "train", 50, 7) == data.load("countdown4", "train", 50, 7)
+    assert data.load("countdown", "train", 50, 7) != data.load("countdown", "train", 50, 8)
+
+
+@pytest.mark.parametrize("name, count, word", [("chess", 5, "chess"), ("countdown", 0, "at least one")])
+def test_what_cannot_be_loaded(name, count, word):
+    with pytest.raises(ValueError, match=word):
+        data.load(name, "test", count)
+
+
+@settings(max_examples=1500, deadline=None)
+@given(st.one_of(st.text(), st.text(alphabet="0123456789+-*=;", max_size=40),
+                 st.lists(st.tuples(st.integers(0, 99), st.sampled_from("+-*"), st.integers(0, 99), st.integers(0, 999)))
+                 .map(lambda steps: ";".join(f"{a}{o}{b}={c}" for a, o, b, c in steps))))
+def test_the_judge_takes_any_text(response):
+    assert PROBLEM.judge(response) in (0.0, 1.0)
+    if PROBLEM.judge(response):
+        assert response in {";".join(steps) for steps, result in plays([3, 8, 5]) if result == 19}
+
+
+def test_hostile_text_takes_no_time():
+    begin = time.perf_counter()
+    for text in ("9" * 10 ** 6, ";" * 10 ** 6, "8*3=" * 10 ** 6, "(" * 10 ** 6, "1+" * 10 ** 6, "\0" * 10 ** 6):
+        assert PROBLEM.judge(text) == 0
+    small = time.perf_counter() - begin
+    assert small < 1                                        # a million characters each: anything but linear takes hours
