@@ -70,6 +70,8 @@ def open_policy(name: str, task: str, cache: str, device: str, dtype: str, rebui
     if dtype == "auto":
         dtype = "bfloat16" if device == "cuda" else "float32"
     model = Transformer.from_pretrained(folder, getattr(torch, dtype), device)
+    if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        raise ValueError(f"{folder} has no tokenizer.json: a model folder holds its tokenizer too")
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except Exception as error:                              # transformers raises whatever its readers raise

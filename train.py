@@ -121,11 +121,14 @@ class Run:
         return config.learning_rate * rise * fall
 
     def evaluate(self) -> dict:
-        config = self.config
-        result = {"step": self.step, **evaluate.evaluate(
-            self.policy, self.test, config.eval_samples, config.temperature, config.max_new_tokens, progress=True)}
-        append(self.folder / "evaluations.jsonl", result)
-        return result
+        """The evaluation after this many steps, taken once: a resumed run finds it in its file."""
+        config, file = self.config, self.folder / "evaluations.jsonl"
+        known = {record["step"]: record for record in read_lines(file)}
+        if self.step not in known:
+            known[self.step] = {"step": self.step, **evaluate.evaluate(
+                self.policy, self.test, config.eval_samples, config.temperature, config.max_new_tokens, progress=True)}
+            append(file, known[self.step])
+        return known[self.step]
 
     def save_checkpoint(self) -> None:
         """One file, renamed into place: adapters, optimizer and step. The one before it is kept as well."""
@@ -149,10 +152,8 @@ class Run:
                     self.optimizer.state[adapter] = {key: value.to(adapter.device if value.ndim else "cpu")
                                                      for key, value in state.items()}
         for name in ("metrics.jsonl", "evaluations.jsonl"):
-            file = self.folder / name
-            lines = file.read_text().splitlines() if file.exists() else []
-            kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= self.step]
-            write_text(file, "".join(line + "\n" for line in kept))
+            kept = [record for record in read_lines(self.folder / name) if record["step"] <= self.step]
+            write_text(self.folder / name, "".join(json.dumps(record) + "\n" for record in kept))
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -162,6 +163,12 @@ def checkpoints(folder: Path) -> list[Path]:
 def append(file: Path, record: dict) -> None:
     with open(file, "a", encoding="utf-8") as handle:
         handle.write(json.dumps(record) + "\n")
+
+
+def read_lines(file: Path) -> list[dict]:
+    """The records of a JSONL file; a crash may have cut the last line short, which then does not count."""
+    lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("}\n")]
 
 
 class Stopwatch:
@@ -226,14 +233,14 @@ def train(run: Run) -> None:
                 for number in (signal.SIGINT, signal.SIGTERM)}
     bar = tqdm(total=config.steps, initial=run.step, desc=f"training {config.method}", unit="step")
     while run.step < config.steps and not stop:
+        if config.eval_every and run.step % config.eval_every == 0:
+            run.evaluate()
         metrics = train_step(run)
         append(run.folder / "metrics.jsonl", metrics)
         bar.set_postfix(correct=f"{metrics['correct']:.2f}", entropy=f"{metrics['entropy']:.2f}", refresh=False)
         bar.update()
         if run.step % config.checkpoint_every == 0 or run.step == config.steps or stop:
             run.save_checkpoint()
-        if config.eval_every and run.step % config.eval_every == 0 and run.step < config.steps and not stop:
-            run.evaluate()
     bar.close()
     for number, handler in handlers.items():
         signal.signal(number, handler)
@@ -250,14 +257,14 @@ def resolve(config: Config, given: set[str]) -> Config:
             raise ValueError("--resume needs --run FOLDER, the run to continue")
         saved = read_json(Path(config.run) / "config.json")
         saved = {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()}
-        wrong = [f"--{name.replace('_', '-')} {getattr(config, name)} (the run has {saved.get(name)})"
-                 for name in sorted(given - CHANGEABLE) if getattr(config, name) != saved.get(name)]
+        odd = sorted(saved.keys() ^ asdict(config).keys())
+        if odd:
+            raise ValueError(f"{config.run}/config.json was not written by this version of train.py: see {', '.join(odd)}")
+        wrong = [f"--{name.replace('_', '-')} {getattr(config, name)} (the run has {saved[name]})"
+                 for name in sorted(given - CHANGEABLE) if getattr(config, name) != saved[name]]
         if wrong:
             raise ValueError(f"{config.run} was started with other settings: {', '.join(wrong)}. Leave them out to resume")
-        try:
-            return replace(Config(**saved), **{name: getattr(config, name) for name in given & CHANGEABLE})
-        except TypeError as error:
-            raise ValueError(f"{config.run}/config.json does not fit this version: {error}") from None
+        return replace(Config(**saved), **{name: getattr(config, name) for name in given & CHANGEABLE})
     if config.run and (Path(config.run) / "config.json").exists():
         raise ValueError(f"{config.run} already holds a run: add --resume to continue it, or choose another --run")
     if config.run and Path(config.run).exists() and not Path(config.run).is_dir():
@@ -275,16 +282,17 @@ def main(argv: list[str] | None = None) -> None:
         run = Run(resolve(config, given))
     except ValueError as error:
         fail(error)
+    except KeyboardInterrupt:
+        fail("stopped before the first step: nothing was written")
     config = run.config
     run.folder.mkdir(parents=True, exist_ok=True)
     write_json(run.folder / "config.json", asdict(replace(config, resume=False, rebuild=False)))
-    evaluations = run.folder / "evaluations.jsonl"
-    before = json.loads(evaluations.read_text().splitlines()[0]) if run.step else run.evaluate()
+    before = read_lines(run.folder / "evaluations.jsonl")[0] if run.step else run.evaluate()
     train(run)
     lora.save(run.model, run.folder / "adapter", base=config.model)
     after = run.evaluate()
     write_json(run.folder / "evaluation.json", after)
-    print(evaluate.table({"before": before, f"after {config.steps} steps": after}))
+    print(evaluate.table({"before": before, f"after {after['step']} steps": after}))
     print(f"config.json, metrics.jsonl, evaluation.json, adapter/ and checkpoint/ are in {run.folder}")
 
 

@@ -1,0 +1,114 @@
+"""pass@k by brute force, entropy by hand, intervals, and the command line on real folders."""
+import itertools
+import json
+import math
+import sys
+
+import pytest
+import torch
+from conftest import small_model
+from transformers import AutoTokenizer
+
+import data
+import evaluate
+import lora
+import tiny
+
+
+@pytest.mark.parametrize("samples, correct, k", [(6, 0, 1), (6, 2, 3), (6, 6, 2), (7, 3, 5), (5, 1, 5), (8, 5, 4)])
+def test_pass_at_k_equals_brute_force(samples, correct, k):
+    outcomes = [1] * correct + [0] * (samples - correct)
+    draws = list(itertools.combinations(outcomes, k))
+    assert evaluate.pass_at_k(samples, correct, k) == pytest.approx(sum(any(draw) for draw in draws) / len(draws))
+
+
+def test_entropy_by_hand():
+    counts = torch.tensor([[1.0, 1.0, 2.0], [5.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
+    expected = torch.tensor([0.25 * math.log(4) * 2 + 0.5 * math.log(2), 0.0, 0.0])
+    torch.testing.assert_close(evaluate.entropy(counts), expected)
+
+
+def test_measure_by_hand():
+    problems = [data.Countdown((3, 8, 5), 19), data.Countdown((1, 2, 3), 6)]
+    groups = [["8*3=24;24-5=19", "8+3=11;11+5=16", "nonsense", "nonsense"], ["1+2=3;3+3=6"] * 4]
+    result = evaluate.measure(problems, groups)
+    assert result["pass@1"] == pytest.approx((1 / 4 + 1) / 2)
+    assert result["pass@5"] is None and result["pass@16"] is None       # four samples cannot tell
+    assert result["valid"] == pytest.approx((2 / 4 + 1) / 2)
+    assert result["distinct"] == pytest.approx((3 / 4 + 1 / 4) / 2)
+    p = 5 / 6                                                           # of six legal plays five are ++ and one *-
+    assert result["strategy_entropy"] == pytest.approx(-p * math.log(p) - (1 - p) * math.log(1 - p))
+    low, high = result["intervals"]["pass@1"]
+    assert low == pytest.approx(0.25) and high == pytest.approx(1.0)    # two problems: a draw may be all of one kind
+    assert "pass@5" not in result["intervals"]
+
+
+def test_intervals_cover_the_truth_about_as_often_as_they_say():
+    generator, covered = torch.Generator().manual_seed(0), 0
+    problem = data.Countdown((3, 8, 5), 19)
+    for trial in range(100):
+        right = torch.rand(60, generator=generator) < 0.4
+        groups = [["8*3=24;24-5=19" if r else "no"] for r in right]
+        low, high = evaluate.measure([problem] * 60, groups, trial)["intervals"]["pass@1"]
+        covered += low <= 0.4 <= high
+    assert 85 <= covered <= 100
+
+
+def test_the_tiny_model_lands_where_exploration_matters(policy):
+    problems = data.load("countdown", "test", 200)
+    first = evaluate.evaluate(policy, problems, 16, 1.0, 32, seed=3)
+    assert 0.05 <= first["pass@1"] <= 0.20
+    assert first["pass@5"] >= 2.5 * first["pass@1"] and first["pass@16"] > first["pass@5"]
+    assert first["valid"] >= 0.6 and first["strategy_entropy"] >= 1.5
+    assert first == evaluate.evaluate(policy, problems, 16, 1.0, 32, seed=3)
+    assert first != evaluate.evaluate(policy, problems, 16, 1.0, 32, seed=4)
+    for name in ("pass@1", "pass@5", "pass@16", "strategy_entropy", "valid", "distinct"):
+        low, high = first["intervals"][name]
+        assert low < first[name] < high or name == "strategy_entropy"
+
+
+def test_the_tiny_model_is_an_ordinary_folder(cache):
+    tokenizer = AutoTokenizer.from_pretrained(cache / "tiny-countdown")
+    for text in ("use 12,9,3 to make 47:", "8*3=24;24-5=19"):
+        assert tokenizer.decode(tokenizer(text).input_ids) == text
+        assert tokenizer(text).input_ids == tiny.make_tokenizer()(text).input_ids
+    assert sum(p.numel() for p in evaluate.Transformer.from_pretrained(cache / "tiny-countdown").parameters()) < 1.1e6
+
+
+def test_end_tokens_come_from_every_file_and_sampling_settings_from_none(tmp_path, cache):
+    tokenizer = AutoTokenizer.from_pretrained(cache / "tiny-countdown")
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 3}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 3], "top_k": 1, "temperature": 9}))
+    assert evaluate.find_eos_ids(tmp_path, tokenizer) == (1, 3, 5)
+    tokenizer.eos_token = None
+    for name in ("config.json", "generation_config.json"):
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(ValueError, match="no end token"):
+        evaluate.find_eos_ids(tmp_path, tokenizer)
+
+
+def test_the_command_line_on_a_model_and_a_file(cache, tmp_path, capsys):
+    evaluate.main([str(cache / "tiny-countdown"), "--problems", "20", "--samples", "5", "--output", str(tmp_path / "out.json")])
+    printed = capsys.readouterr().out
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert f"{100 * result['pass@1']:.1f}" in printed and "pass@5" in printed
+    assert result["pass@16"] is None and result["problems"] == 20
+
+
+@pytest.mark.parametrize("argv, word", [
+    ([], "path"), (["nowhere/model/x"], "nowhere/model/x"), (["tiny", "--problems", "0"], "at least 1"),
+    (["tiny", "--data", "chess"], "countdown"), (["tiny", "--temperature", "nan"], "finite"),
+    (["tiny", "--device", "tpu"], "tpu"), (["tiny", "--max-new-tokens", "500"], "context"), (["tiny", "--nonsense"], "nonsense")])
+def test_bad_input_is_one_line_and_exit_code_2(argv, word, cache, capsys):
+    with pytest.raises(SystemExit) as caught:
+        evaluate.main([*argv, "--cache", str(cache)])
+    errors = capsys.readouterr().err.splitlines()
+    assert caught.value.code == 2 and word in errors[-1] and errors[-1].startswith("error: ")
+    assert sum(line.startswith("error") for line in errors) == 1 and "Traceback" not in "".join(errors)
+
+
+def test_a_folder_without_a_tokenizer(tmp_path, capsys):
+    small_model().save_pretrained(tmp_path)
+    with pytest.raises(SystemExit):
+        evaluate.main([str(tmp_path)])
+    assert "tokenizer" in capsys.readouterr().err

@@ -1,0 +1,221 @@
+"""The loop: a real run, resumed runs that end on the same bits, Ctrl-C, and every kind of bad input."""
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from peft import PeftModel
+from safetensors.torch import load_file
+
+import data
+import evaluate
+import train
+
+ROOT = Path(__file__).parent.parent
+QUICK = ["--problems", "6", "--samples", "4", "--eval-problems", "8", "--eval-samples", "5", "--train-problems", "40",
+         "--device", "cpu"]
+TIMES = ("tokens_per_second", "seconds_")
+
+
+def run(folder, cache, *flags):
+    train.main(["--run", str(folder), "--cache", str(cache), *QUICK, *flags])
+    return Path(folder)
+
+
+def adapter(folder):
+    return load_file(Path(folder) / "adapter" / "adapter_model.safetensors")
+
+
+def metrics(folder, timed=False):
+    lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if timed or not k.startswith(TIMES)} for line in lines]
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, cache):
+    """Eight steps without interruption, with everything that a checkpoint must carry switched on."""
+    return run(tmp_path_factory.mktemp("runs") / "whole", cache, "--steps", "8", "--checkpoint-every", "3", "--kl", "0.01",
+               "--eval-every", "4")
+
+
+def test_a_run_folder_holds_what_the_readme_promises(whole, cache):
+    config, evaluation = (json.loads((whole / name).read_text()) for name in ("config.json", "evaluation.json"))
+    assert config["steps"] == 8 and config["problems"] == 6 and config["model"] == "tiny"
+    for name in ("pass@1", "pass@5", "strategy_entropy", "valid", "distinct"):
+        low, high = evaluation["intervals"][name]
+        assert isinstance(evaluation[name], float) and low <= high
+    lines = metrics(whole, timed=True)
+    assert [line["step"] for line in lines] == list(range(1, 9))
+    for name in ("loss", "reward", "correct", "kl", "entropy", "clip_share", "zero_signal", "response_length", "truncated",
+                 "gradient_norm", "learning_rate", "tokens_per_second", "seconds_rollout", "seconds_score",
+                 "seconds_intrinsic", "seconds_advantage", "seconds_update"):
+        assert all(isinstance(line[name], (int, float)) for line in lines), name
+    assert lines[-1]["kl"] > 0 and lines[0]["kl"] == 0
+    steps = [json.loads(line)["step"] for line in (whole / "evaluations.jsonl").read_text().splitlines()]
+    assert steps == [0, 4, 8]
+    assert not list(whole.rglob("*.tmp")) and len(list((whole / "checkpoint").iterdir())) == 2
+    theirs = PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(cache / "tiny-countdown"), whole / "adapter")
+    ours = train.lora.load(evaluate.Transformer.from_pretrained(cache / "tiny-countdown"), whole / "adapter")
+    ids = torch.arange(20).view(2, 10)
+    torch.testing.assert_close(ours(ids), theirs(ids).logits, atol=1e-4, rtol=1e-4)
+
+
+def test_the_same_seed_gives_the_same_run_and_another_does_not(whole, cache, tmp_path):
+    flags = ["--steps", "8", "--checkpoint-every", "3", "--kl", "0.01", "--eval-every", "4"]
+    assert same(adapter(whole), adapter(run(tmp_path / "again", cache, *flags)))
+    assert metrics(whole) == metrics(tmp_path / "again")
+    assert not same(adapter(whole), adapter(run(tmp_path / "other", cache, *flags, "--seed", "1")))
+
+
+def test_a_shorter_run_resumed_ends_on_the_same_bits(whole, cache, tmp_path):
+    folder = run(tmp_path / "part", cache, "--steps", "5", "--checkpoint-every", "3", "--kl", "0.01", "--eval-every", "4")
+    train.main(["--run", str(folder), "--resume", "--steps", "8"])
+    assert same(adapter(whole), adapter(folder)) and metrics(whole) == metrics(folder)
+    assert (whole / "evaluation.json").read_text() == (folder / "evaluation.json").read_text()
+
+
+def test_a_run_that_lost_its_last_steps_takes_them_again(whole, cache, tmp_path):
+    folder = run(tmp_path / "lost", cache, "--steps", "8", "--checkpoint-every", "3", "--kl", "0.01", "--eval-every", "4")
+    (folder / "checkpoint" / "step-000008.safetensors").unlink()        # as after a crash: step 6 is the last one saved
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write('{"step": 9, "lo')
+    train.main(["--run", str(folder), "--resume"])
+    assert same(adapter(whole), adapter(folder)) and metrics(whole) == metrics(folder)
+
+
+def test_resuming_a_finished_run_changes_nothing(whole):
+    before = {file: file.read_bytes() for file in whole.rglob("*") if file.is_file()}
+    train.main(["--run", str(whole), "--resume"])
+    after = {file: file.read_bytes() for file in whole.rglob("*") if file.is_file()}
+    assert before == after
+
+
+def test_resuming_with_other_settings_is_refused_by_name(whole, capsys):
+    with pytest.raises(SystemExit) as caught:
+        train.main(["--run", str(whole), "--resume", "--kl", "0.5", "--seed", "0", "--targets", "q_proj"])
+    message = capsys.readouterr().err
+    assert caught.value.code == 2 and "--kl 0.5" in message and "--targets" in message and "--seed" not in message
+
+
+def test_ctrl_c_saves_and_resume_goes_on_to_the_same_bits(whole, cache, tmp_path):
+    folder = tmp_path / "stopped"
+    command = [sys.executable, "train.py", "--run", str(folder), "--cache", str(cache), *QUICK, "--steps", "100",
+               "--checkpoint-every", "100", "--kl", "0.01"]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    while process.poll() is None and not ((folder / "metrics.jsonl").exists() and (folder / "metrics.jsonl").read_text().count("\n") >= 2):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    errors = process.communicate(timeout=60)[1]
+    assert process.returncode == 130 and f"--run {folder} --resume" in errors and "Traceback" not in errors
+    done = len(metrics(folder))
+    assert 2 <= done < 100 and (folder / "checkpoint" / f"step-{done:06d}.safetensors").exists()
+    train.main(["--run", str(folder), "--resume", "--steps", str(done + 2)])
+    assert [line["step"] for line in metrics(folder)] == list(range(1, done + 3))
+    common = min(8, done + 2)
+    assert metrics(folder)[:common] == metrics(whole)[:common]
+
+
+def test_several_epochs_on_a_batch_clip_and_a_schedule_falls(cache, tmp_path):
+    flags = ["--epochs", "4", "--learning-rate", "0.003", "--schedule", "linear", "--warmup", "0", "--problems", "16"]
+    first = run(tmp_path / "a", cache, "--steps", "3", *flags)
+    assert any(line["clip_share"] > 0 for line in metrics(first))
+    assert metrics(first)[0]["learning_rate"] == 0.003 and metrics(first)[2]["learning_rate"] == pytest.approx(0.001)
+
+
+def test_training_pays_and_costs_strategies(cache, tmp_path):
+    """Thirty fast steps: more reward, less entropy. The full story is what `python train.py` prints."""
+    train.main(["--run", str(tmp_path / "run"), "--cache", str(cache), "--steps", "30", "--learning-rate", "4e-3",
+                "--eval-problems", "100", "--device", "cpu"])
+    before, after = (json.loads(line) for line in (tmp_path / "run" / "evaluations.jsonl").read_text().splitlines())
+    assert after["pass@1"] > 1.15 * before["pass@1"]
+    assert after["strategy_entropy"] < before["strategy_entropy"] - 0.3
+
+
+def test_evaluate_reads_everything_from_the_run_folder(whole, cache, capsys, tmp_path):
+    evaluate.main([str(whole), "--cache", str(cache), "--problems", "8", "--samples", "5", "--output", str(tmp_path / "e.json")])
+    ours, again = json.loads((whole / "evaluation.json").read_text()), json.loads((tmp_path / "e.json").read_text())
+    assert {**again, "step": 8} == ours
+
+
+def test_batches_cover_every_problem_once_an_epoch(cache, tmp_path):
+    config = train.Config(run=str(tmp_path), cache=str(cache), train_problems=10, problems=4, eval_problems=2)
+    loop = train.Run(config)
+    seen = []
+    for loop.step in range(5):
+        seen += loop.batch()
+    assert sorted(seen[:10]) == sorted(seen[10:]) == list(range(10)) and seen[:10] != seen[10:]
+
+
+BAD = [
+    (["--steps", "0"], "--steps"), (["--steps", "-5"], "--steps"), (["--steps", "many"], "whole number"),
+    (["--samples", "1"], "--samples"), (["--learning-rate", "0"], "more than 0"), (["--learning-rate", "-1"], "--learning-rate"),
+    (["--learning-rate", "nan"], "finite"), (["--kl", "inf"], "finite"), (["--temperature", "0"], "--temperature"),
+    (["--problems", "0"], "--problems"), (["--train-problems", "0"], "--train-problems"), (["--rank", "0"], "--rank"),
+    (["--nonsense"], "--nonsense"), (["--step", "5"], "--step"), (["--data", "chess"], "chess"), (["--method", "magic"], "magic"),
+    (["--normalise", "max"], "max"), (["--targets", "q_proj,lm_head"], "lm_head"), (["--targets", ","], "targets"),
+    (["--model", "./nowhere"], "./nowhere"), (["--model", "no/such-model"], "no/such-model"), (["--device", "tpu"], "tpu"),
+    (["--max-new-tokens", "120"], "context of 128"), (["--resume"], "config.json"), (["--seed", "-1"], "--seed"),
+    (["--dtype", "int8"], "int8")]
+
+
+@pytest.mark.parametrize("flags, word", BAD, ids=[" ".join(flags) for flags, _ in BAD])
+def test_bad_flags_are_one_line_exit_code_2_and_touch_nothing(flags, word, cache, tmp_path, capsys):
+    with pytest.raises(SystemExit) as caught:
+        train.main(["--run", str(tmp_path / "run"), "--cache", str(cache), "--eval-problems", "5", *flags])
+    errors = [line for line in capsys.readouterr().err.splitlines() if line]
+    assert caught.value.code == 2 and len(errors) == 1 and errors[0].startswith("error: ") and word in errors[0]
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_is_never_written_over(whole, capsys, tmp_path):
+    before = (whole / "config.json").read_bytes()
+    with pytest.raises(SystemExit) as caught:
+        train.main(["--run", str(whole)])
+    assert caught.value.code == 2 and "--resume" in capsys.readouterr().err and (whole / "config.json").read_bytes() == before
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(SystemExit):
+        train.main(["--run", str(tmp_path / "file")])
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_without_a_name_every_run_gets_its_own_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    first = train.resolve(train.Config(), set())
+    Path(first.run).mkdir(parents=True)
+    second = train.resolve(train.Config(), set())
+    assert first.run == "runs/grpo-countdown-0" and second.run == "runs/grpo-countdown-0-2"
+
+
+@pytest.mark.parametrize("damage, word", [
+    (lambda f: (f / "config.json").write_text("{"), "JSON"), (lambda f: (f / "config.json").write_text("{}"), "version"),
+    (lambda f: [file.write_bytes(b"junk") for file in (f / "checkpoint").iterdir()], "readable")])
+def test_a_damaged_run_is_one_clear_error(damage, word, cache, tmp_path, capsys):
+    folder = run(tmp_path / "run", cache, "--steps", "1")
+    capsys.readouterr()
+    damage(folder)
+    kept = (folder / "metrics.jsonl").read_bytes()
+    with pytest.raises(SystemExit) as caught:
+        train.main(["--run", str(folder), "--resume"])
+    errors = [line for line in capsys.readouterr().err.splitlines() if line]
+    assert caught.value.code == 2 and len(errors) == 1 and (folder / "metrics.jsonl").read_bytes() == kept
+    assert word in errors[0]
+
+
+def test_help_is_a_manual(capsys):
+    with pytest.raises(SystemExit) as caught:
+        train.main(["--help"])
+    text = capsys.readouterr().out
+    assert caught.value.code == 0
+    for word in ("--run", "--steps", "--seed", "--resume", "--method", "--model", "--data", "--problems", "--samples",
+                 "--normalise", "--kl", "--learning-rate", "--rank", "The model", "The objective", "(default 200)"):
+        assert word in text
