@@ -1,12 +1,22 @@
-"""Speed: what the shared prefix and the chunked projection save, measured beside the naive version.
+"""Speed: the fast scorer beside the naive one, and what SuS adds to plain GRPO.
 
     python bench.py
 
-One update on the default Countdown batch (32 problems x 8 responses, the tiny model's shape with random
-weights), by grpo.score and by grpo.score_naive in turns, and the same with prompts of 150 tokens. Prints the
-ratio of the times with its spread, and the largest difference between the two gradients.
+1. One update on the default Countdown batch (32 problems x 8 responses, the tiny model's shape with random weights), by
+   grpo.score and by grpo.score_naive in turns, and the same with prompts of 150 tokens: ratio of the times with its
+   spread, and the difference of the two gradients.
+2. Whole steps with `--method sus` and `--method grpo` in turns, on the tiny model and on random weights in the shape of
+   a 135 million parameter model (2 problems x 8 responses x 64 tokens, KL penalty on): ratio of the times. Peak memory of
+   the large one is taken in a process of its own for each method.
+
+Ratios are medians of interleaved rounds, in parentheses the smallest and the largest. About six minutes on two cores.
 """
+import resource
+import subprocess
+import sys
+import tempfile
 import time
+from pathlib import Path
 
 import torch
 
@@ -14,6 +24,7 @@ import grpo
 import lora
 import sample
 import tiny
+import train
 from model import ModelConfig, Transformer
 
 PROBLEMS, SAMPLES, NEW_TOKENS, ROUNDS = 32, 8, 16, 5
@@ -49,6 +60,63 @@ def compare(prompt_length: int) -> None:
           f"({min(ratios):.1f} to {max(ratios):.1f}); relative difference of the gradients {difference:.0e}")
 
 
-if __name__ == "__main__":
+LARGE = {**tiny.CONFIG, "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
+         "num_attention_heads": 9, "num_key_value_heads": 3}
+LARGE_FLAGS = ["--problems", "2", "--max-new-tokens", "64", "--kl", "0.05", "--dtype", "float32", "--strategy-warmup", "0"]
+
+
+def make_large(folder: Path) -> None:
+    model = Transformer(ModelConfig.from_dict(LARGE))
+    tiny.initialise(model, torch.Generator().manual_seed(0))
+    tiny.make_tokenizer().save_pretrained(folder)
+    model.save_pretrained(folder)
+
+
+def make_run(method: str, flags: list[str]) -> train.Run:
+    """A run as train.py would start it; nothing is written until it takes a checkpoint, which it does not."""
+    config, _ = train.parse(train.Config, "", ["--run", "unused", "--device", "cpu", "--method", method, *flags])
+    return train.Run(config)
+
+
+def overhead(name: str, flags: list[str], rounds: int) -> None:
+    """Steps of SuS and of plain GRPO in turns -> how much longer SuS takes."""
+    runs = {method: make_run(method, flags) for method in ("sus", "grpo")}
+    ratios = []
+    for round in range(rounds + 1):
+        seconds = {}
+        for method, run in runs.items():
+            begin = time.perf_counter()
+            train.train_step(run)
+            seconds[method] = time.perf_counter() - begin
+        if round:
+            ratios.append(seconds["sus"] / seconds["grpo"])
+    print(f"{name}: a step of SuS takes {sorted(ratios)[rounds // 2]:.3f} times as long as one of GRPO "
+          f"({min(ratios):.3f} to {max(ratios):.3f})")
+
+
+def peak_memory(method: str, folder: str) -> int:
+    """Bytes, of three steps in a process of its own."""
+    command = [sys.executable, __file__, "--memory", method, folder]
+    return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--memory"]:
+        run = make_run(sys.argv[2], ["--model", sys.argv[3], *LARGE_FLAGS])
+        for _ in range(3):
+            train.train_step(run)
+        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+        return
     for prompt_length in (14, 150):
         compare(prompt_length)
+    overhead("tiny model", [], 20)
+    with tempfile.TemporaryDirectory() as folder:
+        make_large(Path(folder))
+        overhead("135 M shape", ["--model", folder, *LARGE_FLAGS], 5)
+        with_sus, without = peak_memory("sus", folder), peak_memory("grpo", folder)
+        print(f"135 M shape: peak memory {with_sus / 2**30:.2f} GB with SuS, {without / 2**30:.2f} GB without: "
+              f"{with_sus / without:.3f} times")
+
+
+if __name__ == "__main__":
+    main()

@@ -71,6 +71,34 @@ def read_metadata(file: Path) -> dict[str, str]:
         raise ValueError(f"{file} is not a readable safetensors file ({error})") from None
 
 
+def pack_optimizer(prefix: str, parameters: dict[str, Tensor], optimizer) -> dict[str, Tensor]:
+    """AdamW's moments and step counts, named after the parameters they belong to."""
+    return {f"{prefix}.{key}.{name}": value for name, parameter in parameters.items()
+            for key, value in optimizer.state[parameter].items()}
+
+
+def unpack_optimizer(prefix: str, parameters: dict[str, Tensor], optimizer, tensors: dict[str, Tensor]) -> None:
+    for name, parameter in parameters.items():
+        state = {key: tensors[f"{prefix}.{key}.{name}"] for key in ("step", "exp_avg", "exp_avg_sq")
+                 if f"{prefix}.{key}.{name}" in tensors}
+        optimizer.state[parameter] = {key: value if key == "step" else value.to(parameter.device) for key, value in state.items()}
+
+
+def append_line(file: Path, record: dict) -> None:
+    with open(file, "a", encoding="utf-8") as handle:
+        handle.write(json.dumps(record) + "\n")
+
+
+def write_lines(file: Path, records: list[dict]) -> None:
+    write_text(file, "".join(json.dumps(record) + "\n" for record in records))
+
+
+def read_lines(file: Path) -> list[dict]:
+    """The records of a JSONL file; a crash may have cut the last line short, which then does not count."""
+    lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("}\n")]
+
+
 def find_model_folder(path: str | Path) -> Path:
     """A local folder as it is; what looks like a hub id is fetched, or found in the hub's own cache."""
     folder = Path(path)

@@ -16,9 +16,9 @@ import sys
 from dataclasses import field, fields
 
 
-def knob(default, help: str, low=None, above=None, choices: tuple = (), group: str = ""):
-    """A dataclass field that is a flag: value >= low, value > above, value in choices."""
-    return field(default=default, metadata={"help": help, "low": low, "above": above, "choices": choices, "group": group})
+def knob(default, help: str, low=None, above=None, high=None, choices: tuple = (), group: str = ""):
+    """A dataclass field that is a flag: low <= value <= high, value > above, value in choices."""
+    return field(default=default, metadata={"help": help, "low": low, "above": above, "high": high, "choices": choices, "group": group})
 
 
 class Parser(argparse.ArgumentParser):
@@ -39,11 +39,13 @@ def convert(kind: type, limits: dict):
             value = tuple(part for part in text.split(",") if part) if kind is tuple else kind(text)
         except ValueError:
             raise argparse.ArgumentTypeError(f"{text!r} is not {'a whole number' if kind is int else 'a number'}")
-        low, above = limits["low"], limits["above"]
+        low, above, high = limits["low"], limits["above"], limits["high"]
         if kind is float and not math.isfinite(value):
             raise argparse.ArgumentTypeError(f"{text!r} is not a finite number")
         if (low is not None and value < low) or (above is not None and value <= above):
             raise argparse.ArgumentTypeError(f"{text} is too small, expected {f'at least {low}' if above is None else f'more than {above}'}")
+        if high is not None and value > high:
+            raise argparse.ArgumentTypeError(f"{text} is too large, expected at most {high}")
         return value
     return from_text
 

@@ -41,6 +41,14 @@ def group_advantages(rewards: Tensor, normalise: str) -> Tensor:
     return advantages.masked_fill(equal, 0.0)
 
 
+def unexplained(advantages: Tensor, extrinsic: Tensor) -> float:
+    """The share of the advantages' variance that correctness alone does not explain: 1 - correlation^2."""
+    a, b = advantages.flatten() - advantages.mean(), extrinsic.flatten() - extrinsic.mean()
+    if not a.any():
+        return 0.0
+    return 1.0 - ((a @ b).square() / (a @ a * (b @ b)).clamp(min=1e-12)).item()
+
+
 def token_weights(lengths: Tensor, max_new_tokens: int, normalise: str) -> Tensor:
     """lengths (N,) -> the weight w (N,) of each response's tokens in the batch's loss.
 

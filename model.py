@@ -235,8 +235,11 @@ class Transformer(nn.Module):
     def device(self) -> torch.device:
         return self.embed_tokens.weight.device
 
-    def hidden(self, ids: Tensor, start: Tensor | None = None, cache=None) -> Tensor:
-        """ids (B, T) -> the last layer's normed states (B, T, D). start (B): each row's first real slot."""
+    def hidden(self, ids: Tensor, start: Tensor | None = None, cache=None, layers: int | None = None) -> Tensor:
+        """ids (B, T) -> the last layer's normed states (B, T, D), or the raw ones after so many layers.
+
+        start (B,) is each row's first real slot; None says that no row is padded.
+        """
         T, offset = ids.shape[1], cache.length if cache is not None else 0
         slots = torch.arange(offset + T, device=ids.device)
         query, mask = slots[offset:], None
@@ -250,11 +253,11 @@ class Transformer(nn.Module):
         angles = positions[..., None] * self.frequencies.to(ids.device)                        # (B or 1, T, d/2)
         angles = torch.cat((angles, angles), dim=-1)[:, :, None]                               # (B or 1, T, 1, d)
         cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-        for layer in self.layers:
+        for layer in self.layers[:layers]:
             x = layer(x, cos, sin, mask, cache)
         if cache is not None:
             cache.length += T
-        return self.norm(x)
+        return self.norm(x) if layers is None else x
 
     def forward(self, ids: Tensor, start: Tensor | None = None, cache=None) -> Tensor:
         """ids (B, T) -> logits (B, T, V)."""

@@ -1,17 +1,19 @@
-"""Train a language model to reason: GRPO, one step at a time.
+"""Train a language model to reason with GRPO and an intrinsic reward, Strategy-aware Surprise (SuS).
 
     python train.py                         the tiny built-in model on Countdown, a few minutes on a CPU
+    python train.py --method grpo           the same without an intrinsic reward
     python train.py --run runs/mine --steps 400 --kl 0.05
     python train.py --run runs/mine --resume        continue after Ctrl-C, a crash or a finished run
 
-A step: sample responses, score them, turn rewards into advantages inside each group, update the adapters.
+A step: sample responses, score them, add the intrinsic reward, turn rewards into advantages inside each group,
+update the adapters and then the strategy networks.
 Everything random is drawn from (seed, step), so a resumed run needs no generator state and ends on the same
 bits as one that was never interrupted.
 
 A run folder holds config.json, metrics.jsonl (a line a step), evaluations.jsonl and evaluation.json (the
 last one), adapter/ in PEFT's format, and checkpoint/.
 """
-import json
+import hashlib
 import signal
 import sys
 import time
@@ -19,15 +21,19 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
+import checkpoint
 import data
 import evaluate
 import grpo
 import lora
+import meta
 import reward
 import sample
-from files import read_json, read_metadata, read_tensors, write_json, write_tensors, write_text
+import strategy
+from files import append_line, read_json, read_lines, write_json
 from flags import fail, knob, parse
 
 
@@ -55,9 +61,38 @@ class Config:
     temperature: float = knob(1.0, "sampling temperature, in training and evaluation", above=0)
     max_new_tokens: int = knob(32, "longest response", low=1)
 
-    method: str = knob("grpo", "what is rewarded: grpo, the task alone", choices=("grpo",), group="The objective")
-    normalise: str = knob("std", "advantage: reward minus group mean, divided by the group's std or by nothing",
-                          choices=("std", "none"))
+    method: str = knob("sus", "what is rewarded beside correctness: " + ", ".join(reward.METHODS),
+                       choices=tuple(reward.METHODS), group="The intrinsic reward")
+    alpha: float = knob(1.0, "scale of the intrinsic reward", low=0)
+    alpha_decay: float = knob(0.0, "share of the run over which alpha falls linearly to zero; 0 keeps it constant", low=0, high=1)
+    gate: str = knob("mixed", "who may earn a bonus: correct responses, correct ones in mixed groups, or all",
+                     choices=("correct", "mixed", "none"))
+    reading: str = knob("algorithm", "SS and SuS as in the paper's Algorithm 1 or as in its Eq. 2 and 3",
+                        choices=("algorithm", "equations"))
+    lambda_ss: float = knob(1.0, "weight of SS", low=0)
+    lambda_sus: float = knob(0.5, "weight of SuS", low=0)
+    learn_lambdas: bool = knob(False, "learn both weights by meta-gradient, from these values on")
+    lambda_rate: float = knob(0.1, "learning rate of the weights", above=0)
+    lambda_every: int = knob(10, "steps between updates of the weights", low=2)
+    scale_intrinsic: bool = knob(False, "divide the intrinsic reward by its running deviation, as RND does")
+
+    encoder: str = knob("", "sentence encoder (folder or hub id); empty takes the policy's own base model",
+                        group="The strategy networks")
+    layer: int = knob(1, "layer of the base model whose states are pooled", low=1)
+    dimension: int = knob(128, "size d of a strategy embedding", low=1)
+    negatives: str = knob("group", "contrast with the other responses to the same query, or with the whole batch",
+                          choices=("group", "batch"))
+    contrast_temperature: float = knob(0.5, "of InfoNCE", above=0)
+    momentum: float = knob(0.99, "of the momentum head", low=0, high=1)
+    strategy_rate: float = knob(1e-3, "learning rate of these networks", above=0)
+    strategy_updates: int = knob(2, "minibatches a step", low=0)
+    strategy_batch: int = knob(32, "groups in a minibatch", low=1)
+    strategy_warmup: int = knob(400, "minibatches on the base policy's responses before the first step", low=0)
+    buffer: int = knob(256, "groups in the replay buffer", low=1)
+    clusters: int = knob(12, "clusters of embeddings, for count and uniqueness", low=1)
+
+    normalise: str = knob("none", "advantage: reward minus group mean, divided by the group's std or by nothing",
+                          choices=("std", "none"), group="The objective")
     kl: float = knob(0.0, "weight of the KL penalty to the base model; 0 also saves its forward pass", low=0)
     clip_low: float = knob(0.2, "the ratio's lower bound is 1 minus this", low=0)
     clip_high: float = knob(0.2, "the ratio's upper bound is 1 plus this", low=0)
@@ -96,23 +131,29 @@ class Run:
         self.optimizer = torch.optim.AdamW(self.adapters.values(), lr=config.learning_rate, weight_decay=0.0)
         self.settings = grpo.LossSettings(config.temperature, config.kl, config.clip_low, config.clip_high,
                                           config.loss, config.max_new_tokens, config.micro_batch)
+        self.strategist = self.weights = None
+        if config.method != "grpo":
+            self.strategist = strategy.Strategist(self.model, strategy.Settings(
+                config.reading, config.layer, config.encoder, config.dimension, config.negatives, config.contrast_temperature,
+                config.momentum, config.strategy_rate, config.strategy_batch, config.buffer, config.clusters, config.seed))
+        if config.learn_lambdas:
+            self.weights = meta.LearnedWeights(config.lambda_ss, config.lambda_sus, config.lambda_rate)
         self.step = 0                                       # steps taken
         if config.resume:
-            self.load_checkpoint()
+            checkpoint.load(self)
 
-    def batch(self) -> list[int]:
-        """This step's problems: the training set in a new order every epoch, as (seed, step) decides."""
+    def batch(self, step: int) -> list[int]:
+        """A step's problems: the training set in a new order every epoch, as (seed, step) decides."""
         count, size = len(self.problems), self.config.problems
-        orders = {}
-        for position in range(self.step * size, (self.step + 1) * size):
-            if position // count not in orders:
-                generator = self.generator(position // count, 1)
-                orders[position // count] = torch.randperm(count, generator=generator).tolist()
-        return [orders[p // count][p % count] for p in range(self.step * size, (self.step + 1) * size)]
+        positions = range(step * size, (step + 1) * size)
+        orders = {epoch: torch.randperm(count, generator=self.generator("epoch", epoch)).tolist()
+                  for epoch in {position // count for position in positions}}
+        return [orders[position // count][position % count] for position in positions]
 
-    def generator(self, number: int, stream: int) -> torch.Generator:
-        """Random numbers for one step (stream 0) or one epoch (stream 1) of this seed."""
-        return torch.Generator().manual_seed((self.config.seed * 2 + stream) * 1_000_003 + number)
+    def generator(self, use: str, number: int) -> torch.Generator:
+        """Random numbers for one use in one step or epoch of this seed, unlike those for any other."""
+        digest = hashlib.sha256(f"{self.config.seed} {use} {number}".encode()).digest()
+        return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
     def learning_rate(self) -> float:
         config = self.config
@@ -127,48 +168,8 @@ class Run:
         if self.step not in known:
             known[self.step] = {"step": self.step, **evaluate.evaluate(
                 self.policy, self.test, config.eval_samples, config.temperature, config.max_new_tokens, progress=True)}
-            append(file, known[self.step])
+            append_line(file, known[self.step])
         return known[self.step]
-
-    def save_checkpoint(self) -> None:
-        """One file, renamed into place: adapters, optimizer and step. The one before it is kept as well."""
-        tensors = {f"adapter.{name}": adapter for name, adapter in self.adapters.items()}
-        for name, adapter in self.adapters.items():
-            for key, value in self.optimizer.state[adapter].items():
-                tensors[f"optimizer.{key}.{name}"] = value
-        write_tensors(self.folder / "checkpoint" / f"step-{self.step:06d}.safetensors", tensors, {"step": str(self.step)})
-        for old in checkpoints(self.folder)[:-2]:
-            old.unlink()
-
-    def load_checkpoint(self) -> None:
-        """Go back to the last checkpoint, and forget the metrics of later steps: they will come again."""
-        files = checkpoints(self.folder)
-        if files:
-            tensors, self.step = read_tensors(files[-1]), int(read_metadata(files[-1])["step"])
-            for name, adapter in self.adapters.items():
-                adapter.data.copy_(tensors[f"adapter.{name}"])
-                state = {key: tensors.get(f"optimizer.{key}.{name}") for key in ("step", "exp_avg", "exp_avg_sq")}
-                if state["step"] is not None:
-                    self.optimizer.state[adapter] = {key: value.to(adapter.device if value.ndim else "cpu")
-                                                     for key, value in state.items()}
-        for name in ("metrics.jsonl", "evaluations.jsonl"):
-            kept = [record for record in read_lines(self.folder / name) if record["step"] <= self.step]
-            write_text(self.folder / name, "".join(json.dumps(record) + "\n" for record in kept))
-
-
-def checkpoints(folder: Path) -> list[Path]:
-    return sorted((folder / "checkpoint").glob("step-*.safetensors"))
-
-
-def append(file: Path, record: dict) -> None:
-    with open(file, "a", encoding="utf-8") as handle:
-        handle.write(json.dumps(record) + "\n")
-
-
-def read_lines(file: Path) -> list[dict]:
-    """The records of a JSONL file; a crash may have cut the last line short, which then does not count."""
-    lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("}\n")]
 
 
 class Stopwatch:
@@ -181,31 +182,80 @@ class Stopwatch:
         self.seconds[f"seconds_{stage}"], self.last = now - self.last, now
 
 
+def roll_out(run: Run, chosen: list[int], generator: torch.Generator):
+    """-> the chosen problems, their prompts, G responses to each as ids and as text."""
+    config, prompts = run.config, [run.prompts[i] for i in chosen]
+    rollout = sample.generate(run.model, prompts, config.samples, config.max_new_tokens, config.temperature,
+                              run.policy.eos_ids, generator)
+    return [run.problems[i] for i in chosen], prompts, rollout, run.policy.decode(rollout)
+
+
+def intrinsic_reward(run: Run, problems: list, prompts: list, rollout: sample.Rollout, responses: list[str], correct: Tensor):
+    """-> r_int (B, G), the reference log-probabilities, the signals, metrics; the networks see the batch."""
+    config, networks = run.config, run.strategist
+    features, reference = networks.encode(prompts, rollout, [problem.prompt for problem in problems], responses,
+                                          run.settings, run.generator("views", run.step))
+    labels = [problems[n // config.samples].strategy_of(text) if config.method == "oracle" else None
+              for n, text in enumerate(responses)]
+    networks.observe(features, correct)
+    signals = networks.signals(features, correct, rollout, labels)
+    signals.lambda_ss, signals.lambda_sus = run.weights.values() if run.weights else (config.lambda_ss, config.lambda_sus)
+    intrinsic = reward.METHODS[config.method](signals)
+    if config.scale_intrinsic:
+        intrinsic = networks.scaled(intrinsic)
+    ss, surprise = reward.parts(signals)
+    return intrinsic, reference, signals, {
+        "ss": ss.mean().item(), "sus": surprise.mean().item(), "lambda_ss": signals.lambda_ss, "lambda_sus": signals.lambda_sus,
+        "brier": (signals.success - correct).square().mean().item()}
+
+
+def warm_up(run: Run) -> None:
+    """Show the strategy networks the base policy's responses before it starts to change: it may lose its
+    strategies within fifty steps, sooner than networks that start from nothing learn to see them."""
+    config, networks = run.config, run.strategist
+    batches = min(-(-config.buffer // config.problems), -(-config.strategy_warmup // 8))
+    for number in tqdm(range(batches), "responses for the strategy networks", leave=False):
+        problems, prompts, rollout, responses = roll_out(run, run.batch(number), run.generator("warm-up rollout", number))
+        features, _ = networks.encode(prompts, rollout, [problem.prompt for problem in problems], responses,
+                                      replace(run.settings, kl=0.0), run.generator("warm-up views", number))
+        networks.observe(features, reward.correctness(problems, responses).to(run.model.device))
+    for number in tqdm(range(config.strategy_warmup), "warming up the strategy networks", leave=False):
+        networks.update(1, run.generator("warm-up replay", number))
+
+
 def train_step(run: Run) -> dict:
     """One step of GRPO -> its metrics."""
     config, model, clock = run.config, run.model, Stopwatch()
 
     # 1 rollout: G responses to each of B problems
-    chosen = run.batch()
-    problems, prompts = [run.problems[i] for i in chosen], [run.prompts[i] for i in chosen]
-    rollout = sample.generate(model, prompts, config.samples, config.max_new_tokens, config.temperature,
-                              run.policy.eos_ids, run.generator(run.step, 0))
+    problems, prompts, rollout, responses = roll_out(run, run.batch(run.step), run.generator("rollout", run.step))
     clock("rollout")
 
     # 2 score: every problem judges its responses
-    correct = reward.correctness(problems, run.policy.decode(rollout))                           # (B, G)
+    correct = reward.correctness(problems, responses).to(model.device)                           # (B, G)
     clock("score")
 
-    # 3 intrinsic: none yet
-    rewards = correct
+    # 3 intrinsic: what the strategy networks make of the responses; the reference pass serves both purposes
+    alpha, rewards, more = reward.alpha_at(run.step, config.steps, config.alpha, config.alpha_decay), correct, {}
+    if run.strategist:
+        intrinsic, reference, signals, more = intrinsic_reward(run, problems, prompts, rollout, responses, correct)
+        gate = reward.gate(correct, config.gate)
+        rewards = reward.augment(correct, intrinsic, alpha, gate)                                # (B, G)
+        more |= {"alpha": alpha, "bonus": (rewards - correct).mean().item()}
+    else:
+        reference = grpo.reference_logprobs(model, prompts, rollout, run.settings) if config.kl else None
     clock("intrinsic")
 
     # 4 advantage: better or worse than one's own group
-    advantages = grpo.group_advantages(rewards, config.normalise).to(model.device)               # (B, G)
-    reference = grpo.reference_logprobs(model, prompts, rollout, run.settings) if config.kl else None
+    advantages = grpo.group_advantages(rewards, config.normalise)                                # (B, G)
+    if run.strategist:
+        more["bonus_share"] = grpo.unexplained(advantages, grpo.group_advantages(correct, config.normalise))
+    if run.weights and (run.weights.pending is not None or run.step % config.lambda_every == 0):
+        run.weights.step(model, prompts, rollout, correct, [part * gate for part in reward.parts(signals)], rewards,
+                         config.normalise, run.settings)
     clock("advantage")
 
-    # 5 update: one clipped step an epoch; a batch without any signal moves nothing
+    # 5 update: the adapters, one clipped step an epoch, unless nothing in the batch says where to; then the networks
     for group in run.optimizer.param_groups:
         group["lr"] = run.learning_rate()
     old = rollout.logprobs if config.epochs > 1 else None
@@ -214,16 +264,17 @@ def train_step(run: Run) -> dict:
         metrics = grpo.accumulate_gradient(model, prompts, rollout, advantages, run.settings, reference, old)
         norm = torch.nn.utils.clip_grad_norm_(run.adapters.values(), config.clip_gradient)
         run.optimizer.step()
+    if run.strategist:
+        more |= run.strategist.update(config.strategy_updates, run.generator("replay", run.step))
     clock("update")
 
+    tokens, seconds, rate = int(rollout.lengths.sum()), sum(clock.seconds.values()), run.learning_rate()
     run.step += 1
-    tokens, seconds = int(rollout.lengths.sum()), sum(clock.seconds.values())
-    return {"step": run.step, **metrics, "reward": rewards.mean().item(), "correct": correct.mean().item(),
+    return {"step": run.step, **metrics, "reward": rewards.mean().item(), "correct": correct.mean().item(), **more,
             "entropy": -rollout.logprobs.sum().item() / tokens,
             "zero_signal": (correct.amax(1) == correct.amin(1)).float().mean().item(),
             "response_length": tokens / len(rollout.ids), "truncated": 1 - rollout.finished.float().mean().item(),
-            "gradient_norm": float(norm), "learning_rate": run.learning_rate(),
-            "tokens_per_second": tokens / seconds, **clock.seconds}
+            "gradient_norm": float(norm), "learning_rate": rate, "tokens_per_second": tokens / seconds, **clock.seconds}
 
 
 def train(run: Run) -> None:
@@ -236,11 +287,11 @@ def train(run: Run) -> None:
         if config.eval_every and run.step % config.eval_every == 0:
             run.evaluate()
         metrics = train_step(run)
-        append(run.folder / "metrics.jsonl", metrics)
+        append_line(run.folder / "metrics.jsonl", metrics)
         bar.set_postfix(correct=f"{metrics['correct']:.2f}", entropy=f"{metrics['entropy']:.2f}", refresh=False)
         bar.update()
         if run.step % config.checkpoint_every == 0 or run.step == config.steps or stop:
-            run.save_checkpoint()
+            checkpoint.save(run)
     bar.close()
     for number, handler in handlers.items():
         signal.signal(number, handler)
@@ -288,6 +339,8 @@ def main(argv: list[str] | None = None) -> None:
     run.folder.mkdir(parents=True, exist_ok=True)
     write_json(run.folder / "config.json", asdict(replace(config, resume=False, rebuild=False)))
     before = read_lines(run.folder / "evaluations.jsonl")[0] if run.step else run.evaluate()
+    if run.strategist and not run.step:
+        warm_up(run)
     train(run)
     lora.save(run.model, run.folder / "adapter", base=config.model)
     after = run.evaluate()

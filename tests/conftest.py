@@ -6,6 +6,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")                # no test may reach 
 
 import pytest
 import torch
+import transformers
 
 import evaluate
 import tiny
@@ -47,3 +48,15 @@ def cache(tmp_path_factory) -> Path:
 @pytest.fixture
 def policy(cache) -> evaluate.Policy:
     return evaluate.open_policy("tiny", "countdown", str(cache), "cpu", "float32")
+
+
+def make_sentence_encoder(folder):
+    """A random BERT with a tokenizer of its own: what a sentence encoder's folder looks like."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    words = ["[PAD]", "[UNK]", *"0123456789+-*=;,:abc", "use", "to", "make"]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Punctuation(), pre_tokenizers.Whitespace()])
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]").save_pretrained(folder)
+    torch.manual_seed(0)
+    transformers.BertModel(transformers.BertConfig(vocab_size=len(words), hidden_size=20, num_hidden_layers=2, num_attention_heads=2,
+                                                   intermediate_size=30, max_position_embeddings=40)).save_pretrained(folder)

@@ -1,6 +1,6 @@
 """The loop: a real run, resumed runs that end on the same bits, Ctrl-C, and every kind of bad input."""
 import json
-import os
+import math
 import signal
 import subprocess
 import sys
@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from conftest import make_sentence_encoder
 from peft import PeftModel
 from safetensors.torch import load_file
 
@@ -19,7 +20,8 @@ import train
 
 ROOT = Path(__file__).parent.parent
 QUICK = ["--problems", "6", "--samples", "4", "--eval-problems", "8", "--eval-samples", "5", "--train-problems", "40",
-         "--device", "cpu"]
+         "--device", "cpu", "--strategy-warmup", "8", "--buffer", "20", "--strategy-batch", "4"]
+WEIGHTS = ["--learn-lambdas", "--lambda-every", "3", "--scale-intrinsic"]
 TIMES = ("tokens_per_second", "seconds_")
 
 
@@ -45,7 +47,7 @@ def same(a, b):
 def whole(tmp_path_factory, cache):
     """Eight steps without interruption, with everything that a checkpoint must carry switched on."""
     return run(tmp_path_factory.mktemp("runs") / "whole", cache, "--steps", "8", "--checkpoint-every", "3", "--kl", "0.01",
-               "--eval-every", "4")
+               "--eval-every", "4", *WEIGHTS)
 
 
 def test_a_run_folder_holds_what_the_readme_promises(whole, cache):
@@ -58,7 +60,8 @@ def test_a_run_folder_holds_what_the_readme_promises(whole, cache):
     assert [line["step"] for line in lines] == list(range(1, 9))
     for name in ("loss", "reward", "correct", "kl", "entropy", "clip_share", "zero_signal", "response_length", "truncated",
                  "gradient_norm", "learning_rate", "tokens_per_second", "seconds_rollout", "seconds_score",
-                 "seconds_intrinsic", "seconds_advantage", "seconds_update"):
+                 "seconds_intrinsic", "seconds_advantage", "seconds_update", "ss", "sus", "lambda_ss", "lambda_sus", "alpha", "bonus",
+                 "bonus_share", "brier", "contrastive_loss", "contrastive_accuracy", "success_loss", "world_loss"):
         assert all(isinstance(line[name], (int, float)) for line in lines), name
     assert lines[-1]["kl"] > 0 and lines[0]["kl"] == 0
     steps = [json.loads(line)["step"] for line in (whole / "evaluations.jsonl").read_text().splitlines()]
@@ -71,21 +74,21 @@ def test_a_run_folder_holds_what_the_readme_promises(whole, cache):
 
 
 def test_the_same_seed_gives_the_same_run_and_another_does_not(whole, cache, tmp_path):
-    flags = ["--steps", "8", "--checkpoint-every", "3", "--kl", "0.01", "--eval-every", "4"]
+    flags = ["--steps", "8", "--checkpoint-every", "3", "--kl", "0.01", "--eval-every", "4", *WEIGHTS]
     assert same(adapter(whole), adapter(run(tmp_path / "again", cache, *flags)))
     assert metrics(whole) == metrics(tmp_path / "again")
     assert not same(adapter(whole), adapter(run(tmp_path / "other", cache, *flags, "--seed", "1")))
 
 
 def test_a_shorter_run_resumed_ends_on_the_same_bits(whole, cache, tmp_path):
-    folder = run(tmp_path / "part", cache, "--steps", "5", "--checkpoint-every", "3", "--kl", "0.01", "--eval-every", "4")
+    folder = run(tmp_path / "part", cache, "--steps", "5", "--checkpoint-every", "3", "--kl", "0.01", "--eval-every", "4", *WEIGHTS)
     train.main(["--run", str(folder), "--resume", "--steps", "8"])
     assert same(adapter(whole), adapter(folder)) and metrics(whole) == metrics(folder)
     assert (whole / "evaluation.json").read_text() == (folder / "evaluation.json").read_text()
 
 
 def test_a_run_that_lost_its_last_steps_takes_them_again(whole, cache, tmp_path):
-    folder = run(tmp_path / "lost", cache, "--steps", "8", "--checkpoint-every", "3", "--kl", "0.01", "--eval-every", "4")
+    folder = run(tmp_path / "lost", cache, "--steps", "8", "--checkpoint-every", "3", "--kl", "0.01", "--eval-every", "4", *WEIGHTS)
     (folder / "checkpoint" / "step-000008.safetensors").unlink()        # as after a crash: step 6 is the last one saved
     with open(folder / "metrics.jsonl", "a") as file:
         file.write('{"step": 9, "lo')
@@ -110,7 +113,7 @@ def test_resuming_with_other_settings_is_refused_by_name(whole, capsys):
 def test_ctrl_c_saves_and_resume_goes_on_to_the_same_bits(whole, cache, tmp_path):
     folder = tmp_path / "stopped"
     command = [sys.executable, "train.py", "--run", str(folder), "--cache", str(cache), *QUICK, "--steps", "100",
-               "--checkpoint-every", "100", "--kl", "0.01"]
+               "--checkpoint-every", "100", "--kl", "0.01", *WEIGHTS]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     while process.poll() is None and not ((folder / "metrics.jsonl").exists() and (folder / "metrics.jsonl").read_text().count("\n") >= 2):
         time.sleep(0.05)
@@ -126,19 +129,57 @@ def test_ctrl_c_saves_and_resume_goes_on_to_the_same_bits(whole, cache, tmp_path
 
 
 def test_several_epochs_on_a_batch_clip_and_a_schedule_falls(cache, tmp_path):
-    flags = ["--epochs", "4", "--learning-rate", "0.003", "--schedule", "linear", "--warmup", "0", "--problems", "16"]
+    flags = ["--epochs", "4", "--learning-rate", "0.01", "--schedule", "linear", "--warmup", "0", "--problems", "16"]
     first = run(tmp_path / "a", cache, "--steps", "3", *flags)
     assert any(line["clip_share"] > 0 for line in metrics(first))
-    assert metrics(first)[0]["learning_rate"] == 0.003 and metrics(first)[2]["learning_rate"] == pytest.approx(0.001)
+    assert metrics(first)[0]["learning_rate"] == 0.01 and metrics(first)[2]["learning_rate"] == pytest.approx(0.01 / 3)
 
 
 def test_training_pays_and_costs_strategies(cache, tmp_path):
     """Thirty fast steps: more reward, less entropy. The full story is what `python train.py` prints."""
     train.main(["--run", str(tmp_path / "run"), "--cache", str(cache), "--steps", "30", "--learning-rate", "4e-3",
-                "--eval-problems", "100", "--device", "cpu"])
+                "--eval-problems", "100", "--device", "cpu", "--method", "grpo", "--normalise", "std"])
     before, after = (json.loads(line) for line in (tmp_path / "run" / "evaluations.jsonl").read_text().splitlines())
     assert after["pass@1"] > 1.15 * before["pass@1"]
     assert after["strategy_entropy"] < before["strategy_entropy"] - 0.3
+
+
+def test_with_alpha_zero_sus_is_grpo_bit_for_bit(cache, tmp_path):
+    bonus = run(tmp_path / "sus", cache, "--steps", "4", "--alpha", "0", "--kl", "0.01")
+    plain = run(tmp_path / "grpo", cache, "--steps", "4", "--method", "grpo", "--kl", "0.01")
+    assert same(adapter(bonus), adapter(plain))
+    some = run(tmp_path / "some", cache, "--steps", "4", "--gate", "none", "--kl", "0.01")
+    assert not same(adapter(some), adapter(plain))
+
+
+@pytest.mark.parametrize("method", train.reward.METHODS)
+def test_every_method_trains(method, cache, tmp_path):
+    folder = run(tmp_path / method, cache, "--steps", "2", "--method", method, "--gate", "none", "--eval-problems", "2")
+    lines = metrics(folder)
+    assert all(math.isfinite(value) for line in lines for value in line.values())
+    assert ("bonus" in lines[0]) == (method != "grpo") and (method == "grpo" or lines[1]["bonus"] > 0)
+
+
+def test_only_the_oracle_reads_true_strategies(cache, tmp_path, monkeypatch):
+    def forbidden(self, response):
+        raise AssertionError("a reward looked at the true strategy")
+    monkeypatch.setattr(train.Run, "evaluate", lambda self: {"step": self.step, "intervals": {}})       # measuring may look
+    monkeypatch.setattr(data.Countdown, "strategy_of", forbidden)
+    monkeypatch.setattr(data.Countdown, "path_of", forbidden)
+    run(tmp_path / "sus", cache, "--steps", "2")
+    with pytest.raises(AssertionError, match="true strategy"):
+        run(tmp_path / "oracle", cache, "--steps", "2", "--method", "oracle")
+
+
+def test_a_sentence_encoder_trains_too(cache, tmp_path):
+    make_sentence_encoder(tmp_path / "encoder")
+    folder = run(tmp_path / "run", cache, "--steps", "2", "--encoder", str(tmp_path / "encoder"), "--reading", "equations")
+    assert len(metrics(folder)) == 2
+
+
+def test_alpha_falls_over_the_run(cache, tmp_path):
+    folder = run(tmp_path / "run", cache, "--steps", "4", "--alpha", "2", "--alpha-decay", "0.5")
+    assert [line["alpha"] for line in metrics(folder)] == [2.0, 1.0, 0.0, 0.0]
 
 
 def test_evaluate_reads_everything_from_the_run_folder(whole, cache, capsys, tmp_path):
@@ -150,9 +191,7 @@ def test_evaluate_reads_everything_from_the_run_folder(whole, cache, capsys, tmp
 def test_batches_cover_every_problem_once_an_epoch(cache, tmp_path):
     config = train.Config(run=str(tmp_path), cache=str(cache), train_problems=10, problems=4, eval_problems=2)
     loop = train.Run(config)
-    seen = []
-    for loop.step in range(5):
-        seen += loop.batch()
+    seen = [i for step in range(5) for i in loop.batch(step)]
     assert sorted(seen[:10]) == sorted(seen[10:]) == list(range(10)) and seen[:10] != seen[10:]
 
 
@@ -165,7 +204,8 @@ BAD = [
     (["--normalise", "max"], "max"), (["--targets", "q_proj,lm_head"], "lm_head"), (["--targets", ","], "targets"),
     (["--model", "./nowhere"], "./nowhere"), (["--model", "no/such-model"], "no/such-model"), (["--device", "tpu"], "tpu"),
     (["--max-new-tokens", "120"], "context of 128"), (["--resume"], "config.json"), (["--seed", "-1"], "--seed"),
-    (["--dtype", "int8"], "int8")]
+    (["--dtype", "int8"], "int8"), (["--alpha", "-1"], "--alpha"), (["--gate", "open"], "open"), (["--layer", "9"], "--layer 9"),
+    (["--encoder", "./nowhere"], "./nowhere"), (["--momentum", "2"], "--momentum"), (["--alpha-decay", "1.5"], "--alpha-decay")]
 
 
 @pytest.mark.parametrize("flags, word", BAD, ids=[" ".join(flags) for flags, _ in BAD])
@@ -193,7 +233,7 @@ def test_without_a_name_every_run_gets_its_own_folder(tmp_path, monkeypatch):
     first = train.resolve(train.Config(), set())
     Path(first.run).mkdir(parents=True)
     second = train.resolve(train.Config(), set())
-    assert first.run == "runs/grpo-countdown-0" and second.run == "runs/grpo-countdown-0-2"
+    assert first.run == "runs/sus-countdown-0" and second.run == "runs/sus-countdown-0-2"
 
 
 @pytest.mark.parametrize("damage, word", [

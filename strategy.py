@@ -1,0 +1,288 @@
+"""Strategy networks (paper, Sections 3.2 and 3.6): what kind of response is this, and was it to be expected?
+
+    z = E(x)      the strategy head: three linear layers, LayerNorm and ReLU between, to d = 128, unit length
+    PSE           the momentum head, an exponential average of E: the stable target
+    P(query)      the probability of success                                      binary cross-entropy
+    M(s, a)       the next state's features from the state's and an action embedding       mean squared error
+
+x are the mean-pooled features of encoder.py, standardised by their running statistics.
+
+What E learns. The numbers of a problem dominate raw features, so E is trained with InfoNCE on two views of one
+response, each the mean of a random half of its tokens, against the *other responses to the same query*: they share
+the numbers, so only the way of solving tells them apart (`--negatives batch` is the paper's in-batch choice). And
+E(query) is drawn towards PSE of the responses to that query: it becomes the expected strategy, and SS the distance
+of a response from it.
+
+These networks have their own optimizer and see detached features only: the policy's loss sends nothing here, and
+theirs nothing back. All of their state, the replay buffer included, is `state()` and goes into the checkpoint.
+"""
+from dataclasses import dataclass, fields
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+import encoder
+import grpo
+import reward
+from encoder import Features
+from files import pack_optimizer, unpack_optimizer
+from model import Transformer
+from sample import Rollout
+
+
+def mlp(inputs: int, hidden: int, outputs: int) -> nn.Sequential:
+    """Three linear layers, LayerNorm and ReLU between."""
+    return nn.Sequential(nn.Linear(inputs, hidden), nn.LayerNorm(hidden), nn.ReLU(),
+                         nn.Linear(hidden, hidden), nn.LayerNorm(hidden), nn.ReLU(), nn.Linear(hidden, outputs))
+
+
+class Standardise(nn.Module):
+    """(x - mean) / deviation with running statistics of the last `memory` rows or so; no gradient."""
+    def __init__(self, size: int, memory: float = 20_000):
+        super().__init__()
+        self.memory = memory
+        for name in ("count", "mean", "variance"):
+            self.register_buffer(name, torch.zeros(size if name != "count" else 1))
+
+    def update(self, x: Tensor) -> None:
+        x = x.reshape(-1, x.shape[-1])
+        total = self.count + len(x)
+        shift = x.mean(0) - self.mean
+        self.variance += (x.var(0, unbiased=False) - self.variance + shift.square() * self.count / total) * len(x) / total
+        self.mean += shift * len(x) / total
+        self.count.copy_(total.clamp(max=self.memory))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - self.mean) / (self.variance.sqrt() + 1e-5)
+
+
+class Networks(nn.Module):
+    """E and its momentum twin, P, M, and the distillation pair of RND, on standardised features of size D."""
+    def __init__(self, size: int, dimension: int, seed: int):
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):             # leave the caller's random numbers alone
+            torch.manual_seed(seed)
+            self.head, self.target = mlp(size, dimension, dimension), mlp(size, dimension, dimension)
+            self.predictor = mlp(size, dimension, 1)
+            self.action, self.world = nn.Linear(size, dimension), mlp(size + dimension, dimension, size)
+            self.random, self.distilled = mlp(size, dimension, dimension), mlp(size, dimension, dimension)
+        self.target.load_state_dict(self.head.state_dict())
+        self.target.requires_grad_(False), self.random.requires_grad_(False)
+        self.norms = nn.ModuleDict({name: Standardise(size) for name in ("query", "response", "both")})
+
+    def observe(self, batch: Features) -> None:
+        for name, norm in self.norms.items():
+            norm.update(getattr(batch, name))
+
+    def embed(self, x: Tensor, kind: str, momentum: bool = False) -> Tensor:
+        """Features of one kind -> strategy embeddings of unit length (..., d)."""
+        return F.normalize((self.target if momentum else self.head)(self.norms[kind](x)), dim=-1)
+
+    def success_logit(self, query: Tensor) -> Tensor:
+        return self.predictor(self.norms["query"](query)).squeeze(-1)
+
+    def next_state(self, query: Tensor, response: Tensor) -> Tensor:
+        """M(s, a): standardised features of query and response together, from the query's and the response's."""
+        state = self.norms["query"](query)[:, None].expand_as(response)
+        return self.world(torch.cat((state, self.action(self.norms["response"](response))), dim=-1))
+
+    def distillation_error(self, response: Tensor) -> Tensor:
+        x = self.norms["response"](response)
+        return (self.distilled(x) - self.random(x)).square().mean(-1)
+
+    @torch.no_grad()
+    def follow(self, momentum: float) -> None:
+        """target <- momentum * target + (1 - momentum) * head"""
+        for slow, fast in zip(self.target.parameters(), self.head.parameters()):
+            slow.lerp_(fast, 1 - momentum)
+
+
+def contrast(anchors: Tensor, targets: Tensor, temperature: float, negatives: str) -> tuple[Tensor, Tensor]:
+    """InfoNCE: anchors, targets (B, G, d) -> (loss, share of anchors nearest to their own target).
+
+    A row's positive is its own other view; its negatives are the group's other rows, or all other rows.
+    """
+    if negatives == "batch":
+        anchors, targets = anchors.flatten(0, 1)[None], targets.flatten(0, 1)[None]
+    logits = anchors @ targets.transpose(1, 2) / temperature                                     # (B, G, G)
+    labels = torch.arange(logits.shape[1], device=logits.device).expand(logits.shape[:2])
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten()), (logits.argmax(-1) == labels).float().mean()
+
+
+class Replay:
+    """The last `capacity` groups, sampled uniformly; shared by all networks."""
+    def __init__(self, capacity: int):
+        self.capacity, self.store, self.added = capacity, {}, 0
+
+    def add(self, batch: Features, correct: Tensor) -> None:
+        new = {**vars(batch), "correct": correct}
+        for name, value in new.items():
+            if name not in self.store:
+                self.store[name] = value.new_zeros(self.capacity, *value.shape[1:])
+            slots = (self.added + torch.arange(len(value), device=value.device)) % self.capacity
+            self.store[name][slots[-self.capacity:]] = value[-self.capacity:]
+        self.added += len(correct)
+
+    def sample(self, count: int, generator: torch.Generator) -> tuple[Features, Tensor]:
+        rows = torch.randint(min(self.added, self.capacity), (count,), generator=generator)
+        batch = {name: value[rows.to(value.device)] for name, value in self.store.items()}
+        return Features(**{field.name: batch[field.name] for field in fields(Features)}), batch["correct"]
+
+
+def loss(networks: Networks, batch: Features, correct: Tensor, temperature: float, negatives: str) -> tuple[Tensor, dict]:
+    """The strategy prediction loss: contrast + expectation + success + world + distillation, and its parts."""
+    first, second = batch.views.unbind(2)                                                        # (B, G, D) each
+    contrastive, accuracy = contrast(networks.embed(first, "response"), networks.embed(second, "response", True).detach(),
+                                     temperature, negatives)
+    mirrored, _ = contrast(networks.embed(second, "response"), networks.embed(first, "response", True).detach(),
+                           temperature, negatives)
+    with torch.no_grad():
+        achieved = networks.embed(batch.response, "response", True)                              # (B, G, d)
+    expected = networks.embed(batch.query, "query")[:, None]                                     # (B, 1, d)
+    expectation = (1 - (expected * achieved).sum(-1)).mean()
+    logits = networks.success_logit(batch.query)[:, None].expand_as(correct)
+    success = F.binary_cross_entropy_with_logits(logits, correct)
+    world = F.mse_loss(networks.next_state(batch.query, batch.response), networks.norms["both"](batch.both))
+    distillation = networks.distillation_error(batch.response).mean()
+    total = (contrastive + mirrored) / 2 + expectation + success + world + distillation
+    return total, {"contrastive_loss": contrastive.item(), "contrastive_accuracy": accuracy.item(),
+                   "expectation_loss": expectation.item(), "success_loss": success.item(), "world_loss": world.item()}
+
+
+class Frequencies:
+    """How often each label was seen lately: every batch weighs `decay` times what the next one weighs."""
+    def __init__(self, decay: float = 0.9):
+        self.decay, self.counts = decay, {}
+
+    def update(self, labels: list[str | None]) -> None:
+        self.counts = {label: self.decay * count for label, count in self.counts.items()}
+        for label in labels:
+            if label is not None:
+                self.counts[label] = self.counts.get(label, 0.0) + 1.0
+
+    def of(self, labels: list[str | None]) -> Tensor:
+        """The running share of each label, 1 for a label that is not there: nothing to be surprised about."""
+        total = sum(self.counts.values())
+        return torch.tensor([1.0 if label is None else self.counts[label] / total for label in labels])
+
+
+def nearest(points: Tensor, centres: Tensor) -> Tensor:
+    return torch.cdist(points, centres).argmin(-1)
+
+
+def k_means(points: Tensor, centres: Tensor, rounds: int) -> Tensor:
+    """Lloyd's algorithm from the given centres (K, d); an empty cluster keeps its centre."""
+    for _ in range(rounds):
+        sums = torch.zeros_like(centres).index_add_(0, member := nearest(points, centres), points)
+        counts = member.bincount(minlength=len(centres))[:, None]
+        centres = torch.where(counts > 0, sums / counts.clamp(min=1), centres)
+    return centres
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The knobs of the strategy networks, as train.py's flags explain them."""
+    reading: str = "algorithm"
+    layer: int = 1
+    encoder: str = ""
+    dimension: int = 128
+    negatives: str = "group"
+    contrast_temperature: float = 0.5
+    momentum: float = 0.99
+    learning_rate: float = 1e-3
+    batch: int = 32
+    buffer: int = 256
+    clusters: int = 12
+    seed: int = 0
+
+
+class Strategist:
+    """The networks, their optimizer, the replay buffer and the running counts, as train.py uses them."""
+    def __init__(self, model: Transformer, settings: Settings):
+        if settings.layer > len(model.layers):
+            raise ValueError(f"--layer {settings.layer}: the model has {len(model.layers)} layers")
+        self.model, self.settings = model, settings
+        self.sentences = encoder.SentenceEncoder(settings.encoder, model.device) if settings.encoder else None
+        size = self.sentences.model.config.hidden_size if self.sentences else model.config.hidden_size
+        self.networks = Networks(size, settings.dimension, settings.seed).to(model.device)
+        self.learning = {name: p for name, p in self.networks.named_parameters() if p.requires_grad}
+        self.optimizer = torch.optim.AdamW(self.learning.values(), lr=settings.learning_rate)
+        self.replay, self.centres = Replay(settings.buffer), None
+        self.strategies, self.clusters = Frequencies(), Frequencies()
+        self.scale = Standardise(1).to(model.device)        # running statistics of the intrinsic reward
+
+    def scaled(self, intrinsic: Tensor) -> Tensor:
+        """Divided by its running deviation, as RND does."""
+        self.scale.update(intrinsic[..., None])
+        return intrinsic / (self.scale.variance.sqrt() + 1e-5)
+
+    def encode(self, prompts: list[list[int]], rollout: Rollout, queries: list[str], responses: list[str],
+               loss: grpo.LossSettings, generator: torch.Generator) -> tuple[Features, Tensor | None]:
+        """-> features, and the reference log-probabilities if the KL penalty needs them: one pass serves both."""
+        settings = self.settings
+        with encoder.Tap(self.model, settings.layer) as tap:
+            reference = grpo.reference_logprobs(self.model, prompts, rollout, loss) if loss.kl else None
+        if self.sentences:
+            return self.sentences.features(queries, responses, generator), reference
+        return encoder.base_features(self.model, prompts, rollout, settings.layer, loss.micro_batch, generator,
+                                     tap.states if loss.kl else None), reference
+
+    def observe(self, batch: Features, correct: Tensor) -> None:
+        self.networks.observe(batch)
+        self.replay.add(batch, correct)
+
+    @torch.no_grad()
+    def signals(self, batch: Features, correct: Tensor, rollout: Rollout, labels: list[str | None]) -> reward.Signals:
+        """What the rewards of this batch may look at. correct (B, G); labels: true strategies, for the oracle only."""
+        networks, algorithm = self.networks, self.settings.reading == "algorithm"
+        expected = networks.embed(batch.query, "query")[:, None]                                 # (B, 1, d)
+        achieved = networks.embed(batch.response, "response", momentum=True)                     # (B, G, d)
+        z_post = achieved if algorithm else networks.embed(batch.both, "both")
+        scale = batch.query.shape[-1] ** -0.5               # so that the norm of Eq. 3 does not grow with D
+        if self.centres is None:
+            self.centres = achieved.flatten(0, 1)[:self.settings.clusters].clone()
+        self.centres = k_means(achieved.flatten(0, 1), self.centres, 1)
+        cluster = nearest(achieved, self.centres)                                                # (B, G)
+        names = [str(c) for c in cluster.flatten().tolist()]
+        self.clusters.update(names), self.strategies.update(labels)
+        return reward.Signals(
+            correct=correct, logprobs=rollout.logprobs.view(*correct.shape, -1), lengths=rollout.lengths.view_as(correct),
+            z_pre=expected.expand_as(achieved), z_post=z_post, success=networks.success_logit(batch.query).sigmoid()[:, None],
+            predicted=networks.next_state(batch.query, batch.response) * scale, state=networks.norms["both"](batch.both) * scale,
+            distillation=networks.distillation_error(batch.response), cluster=cluster,
+            cluster_share=self.clusters.of(names).view_as(correct).to(correct),
+            strategy_share=self.strategies.of(labels).view_as(correct).to(correct), reading=self.settings.reading)
+
+    def update(self, count: int, generator: torch.Generator) -> dict[str, float]:
+        """`count` minibatches from the replay buffer -> the last one's losses."""
+        settings, metrics = self.settings, {}
+        for _ in range(count):
+            batch, correct = self.replay.sample(settings.batch, generator)
+            total, metrics = loss(self.networks, batch, correct, settings.contrast_temperature, settings.negatives)
+            self.optimizer.zero_grad()
+            total.backward()
+            self.optimizer.step()
+            self.networks.follow(settings.momentum)
+        return metrics
+
+    def state(self) -> tuple[dict[str, Tensor], dict]:
+        """-> tensors and plain values that a checkpoint must hold."""
+        tensors = {f"networks.{name}": value for name, value in self.networks.state_dict().items()}
+        tensors |= pack_optimizer("optimizer", self.learning, self.optimizer)
+        tensors |= {f"replay.{name}": value for name, value in self.replay.store.items()}
+        tensors |= {f"scale.{name}": value for name, value in self.scale.state_dict().items()}
+        if self.centres is not None:
+            tensors["centres"] = self.centres
+        return tensors, {"added": self.replay.added, "strategies": self.strategies.counts, "clusters": self.clusters.counts}
+
+    def load_state(self, tensors: dict[str, Tensor], values: dict) -> None:
+        def part(prefix):
+            return {name.removeprefix(prefix): value.to(self.model.device) for name, value in tensors.items()
+                    if name.startswith(prefix)}
+        self.networks.load_state_dict(part("networks.")), self.scale.load_state_dict(part("scale."))
+        unpack_optimizer("optimizer", self.learning, self.optimizer, tensors)
+        self.replay.store, self.replay.added = part("replay."), values["added"]
+        self.centres = part("centres").get("")
+        self.strategies.counts, self.clusters.counts = values["strategies"], values["clusters"]
