@@ -63,7 +63,7 @@ class Config:
 
     method: str = knob("sus", "what is rewarded beside correctness: " + ", ".join(reward.METHODS),
                        choices=tuple(reward.METHODS), group="The intrinsic reward")
-    alpha: float = knob(1.0, "scale of the intrinsic reward", low=0)
+    alpha: float = knob(4.0, "scale of the intrinsic reward; the paper has 0.3", low=0)
     alpha_decay: float = knob(0.0, "share of the run over which alpha falls linearly to zero; 0 keeps it constant", low=0, high=1)
     gate: str = knob("mixed", "who may earn a bonus: correct responses, correct ones in mixed groups, or all",
                      choices=("correct", "mixed", "none"))
@@ -136,6 +136,10 @@ class Run:
             self.strategist = strategy.Strategist(self.model, strategy.Settings(
                 config.reading, config.layer, config.encoder, config.dimension, config.negatives, config.contrast_temperature,
                 config.momentum, config.strategy_rate, config.strategy_batch, config.buffer, config.clusters, config.seed))
+        if config.method == "oracle" and not hasattr(self.problems[0], "strategy_of"):
+            raise ValueError(f"--method oracle reads true strategies, which {config.data} cannot tell: choose another method")
+        if config.learn_lambdas and config.method != "sus":
+            raise ValueError(f"--learn-lambdas weighs the two parts of --method sus, which {config.method} does not have")
         if config.learn_lambdas:
             self.weights = meta.LearnedWeights(config.lambda_ss, config.lambda_sus, config.lambda_rate)
         self.step = 0                                       # steps taken

@@ -205,7 +205,7 @@ BAD = [
     (["--model", "./nowhere"], "./nowhere"), (["--model", "no/such-model"], "no/such-model"), (["--device", "tpu"], "tpu"),
     (["--max-new-tokens", "120"], "context of 128"), (["--resume"], "config.json"), (["--seed", "-1"], "--seed"),
     (["--dtype", "int8"], "int8"), (["--alpha", "-1"], "--alpha"), (["--gate", "open"], "open"), (["--layer", "9"], "--layer 9"),
-    (["--encoder", "./nowhere"], "./nowhere"), (["--momentum", "2"], "--momentum"), (["--alpha-decay", "1.5"], "--alpha-decay")]
+    (["--encoder", "./nowhere"], "./nowhere"), (["--momentum", "2"], "--momentum"), (["--alpha-decay", "1.5"], "--alpha-decay"), (["--learn-lambdas", "--method", "grpo"], "--learn-lambdas")]
 
 
 @pytest.mark.parametrize("flags, word", BAD, ids=[" ".join(flags) for flags, _ in BAD])
