@@ -1,4 +1,4 @@
-"""Checkpoints: one safetensors file with all that a run has learned, renamed into place.
+"""A run's folder: who may use it, and the checkpoint in it, one safetensors file with all that the run has learned.
 
     adapter.*, optimizer.*      the policy and its AdamW state
     strategy.*                  the strategy networks, their optimizer, the replay buffer, centres and statistics
@@ -8,11 +8,56 @@
 Random numbers need no place here: they are drawn from (seed, step). The last two checkpoints are kept.
 """
 import json
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from files import pack_optimizer, read_lines, read_metadata, read_tensors, unpack_optimizer, write_lines, write_tensors
+import lora
+from files import (pack_optimizer, read_json, read_lines, read_metadata, read_tensors, unpack_optimizer, write_lines,
+                   write_tensors)
+from flags import from_saved
+
+# What a resumed run may change: nothing that alters a step already taken.
+CHANGEABLE = {"run", "resume", "steps", "checkpoint_every", "device", "eval_every", "cache", "rebuild"}
+
+
+def resolve(config, given: set[str]):
+    """Settle the run folder and what a resumed run was started with; touch nothing."""
+    folder = Path(config.run)
+    if config.resume:
+        if not config.run:
+            raise ValueError("--resume needs --run FOLDER, the run to continue")
+        saved = from_saved(type(config), read_json(folder / "config.json"), f"{config.run}/config.json")
+        fixed = given - CHANGEABLE
+        if saved.schedule == "linear" or saved.alpha_decay:             # these depend on the number of steps
+            fixed |= given & {"steps"}
+        wrong = [f"--{name.replace('_', '-')} {getattr(config, name)} (the run has {getattr(saved, name)})"
+                 for name in sorted(fixed) if getattr(config, name) != getattr(saved, name)]
+        if wrong:
+            raise ValueError(f"{config.run} was started with other settings: {', '.join(wrong)}. Leave them out to resume")
+        return replace(saved, **{name: getattr(config, name) for name in given & CHANGEABLE})
+    if config.run and (folder / "config.json").exists():
+        raise ValueError(f"{config.run} already holds a run: add --resume to continue it, or choose another --run")
+    if config.run and folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise ValueError(f"{config.run} exists and is not an empty folder: choose another --run")
+    return config
+
+
+def claim(config):
+    """Make the run's folder, under a name that no other run has."""
+    name, number = f"runs/{config.method}-{config.data}-{config.seed}", 1
+    if config.run:
+        Path(config.run).mkdir(parents=True, exist_ok=True)
+    while not config.run:
+        candidate = name if number == 1 else f"{name}-{number}"
+        try:
+            Path(candidate).mkdir(parents=True)
+            config = replace(config, run=candidate)
+        except FileExistsError:
+            number += 1
+    return config
 
 
 def find(folder: Path) -> list[Path]:
@@ -21,6 +66,7 @@ def find(folder: Path) -> list[Path]:
 
 
 def save(run) -> None:
+    """Write the checkpoint, and the adapter for everyone else to read."""
     tensors, values = {f"adapter.{name}": adapter for name, adapter in run.adapters.items()}, {}
     tensors |= pack_optimizer("optimizer", run.adapters, run.optimizer)
     if run.strategist:
@@ -31,26 +77,35 @@ def save(run) -> None:
         tensors |= {} if run.weights.pending is None else {"weights.pending": run.weights.pending}
     write_tensors(run.folder / "checkpoint" / f"step-{run.step:06d}.safetensors", tensors,
                   {"step": str(run.step), "values": json.dumps(values)})
+    lora.save(run.model, run.folder / "adapter", base=run.config.model)
     for old in find(run.folder)[:-2]:
         old.unlink()
 
 
 def load(run) -> None:
-    """Go back to the last checkpoint, if there is one, and forget the metrics of later steps: they will come again."""
-    if files := find(run.folder):
-        tensors, header = read_tensors(files[-1]), read_metadata(files[-1])
+    """Go back to the last good checkpoint, if there is one, and forget what came later: it will come again."""
+    files = find(run.folder)
+    for file in reversed(files):
         try:
-            restore(run, tensors, json.loads(header["values"]))
+            header = read_metadata(file)
+            restore(run, read_tensors(file), json.loads(header["values"]))
             run.step = int(header["step"])
+            break
         except (KeyError, ValueError, RuntimeError) as error:
-            raise ValueError(f"{files[-1]} does not belong to this run ({type(error).__name__}: {error})") from None
+            print(f"warning: {file} cannot be used ({error}), trying the one before it", file=sys.stderr)
+    else:
+        if files:
+            raise ValueError(f"no checkpoint of {run.folder} can be used: remove its checkpoint folder to start over")
     for name in ("metrics.jsonl", "evaluations.jsonl"):
         write_lines(run.folder / name, [record for record in read_lines(run.folder / name) if record["step"] <= run.step])
 
 
 def restore(run, tensors: dict[str, torch.Tensor], values: dict) -> None:
+    saved = {name.removeprefix("adapter."): tensor for name, tensor in tensors.items() if name.startswith("adapter.")}
+    if {name: tensor.shape for name, tensor in saved.items()} != {name: a.shape for name, a in run.adapters.items()}:
+        raise ValueError("its adapter has other tensors than this run's")
     for name, adapter in run.adapters.items():
-        adapter.data.copy_(tensors[f"adapter.{name}"])
+        adapter.data.copy_(saved[name])
     unpack_optimizer("optimizer", run.adapters, run.optimizer, tensors)
     if run.strategist:
         run.strategist.load_state({name.removeprefix("strategy."): tensor for name, tensor in tensors.items()

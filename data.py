@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 OPERATORS = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b}
-# At most four digits a number, none of them a leading zero: no step is longer than 17 characters.
-STEP = re.compile(r"(0|[1-9][0-9]{0,3})([-+*])(0|[1-9][0-9]{0,3})=(0|[1-9][0-9]{0,3})")
+# At most five digits a number, none of them a leading zero: no step is longer than 17 characters.
+STEP = re.compile(r"(0|[1-9][0-9]{0,4})([-+*])(0|[1-9][0-9]{0,4})=(0|[1-9][0-9]{0,4})")
 LARGEST_NUMBER, LARGEST_RESULT = 15, 99
 TEST_SHARE = 8                          # one in eight problems is a test problem
 

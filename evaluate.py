@@ -7,10 +7,10 @@ pass@k is the unbiased estimator of Chen et al. (2021): with c of n samples corr
 Strategy entropy is in nats, over the true strategies of all legal responses. Intervals are 95 % bootstrap
 intervals over problems. The same seed gives the same numbers.
 """
-import json
 import math
+import sys
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -23,7 +23,7 @@ import lora
 import sample
 import tiny
 from files import find_model_folder, read_json, write_json
-from flags import fail, knob, parse
+from flags import fail, from_saved, knob, parse
 from model import Transformer
 
 KS = (1, 5, 16)
@@ -34,15 +34,16 @@ DEVICES, DTYPES = ("auto", "cpu", "cuda", "mps"), ("auto", "float32", "bfloat16"
 class Config:
     path: str = knob("", "a run folder of train.py, a model folder, or a hub id")
     data: str = knob("countdown", "problems to evaluate on; a run brings its own", group="What is measured")
-    problems: int = knob(200, "test problems", low=1)
-    samples: int = knob(16, "responses to each", low=1)
+    problems: int = knob(200, "test problems; a run brings its own", low=1)
+    samples: int = knob(16, "responses to each; a run brings its own", low=1)
     temperature: float = knob(1.0, "sampling temperature, 0 is greedy; a run brings its own", low=0)
     max_new_tokens: int = knob(32, "longest response; a run brings its own", low=1)
-    seed: int = knob(0, "seed of the sampling", low=0)
+    seed: int = knob(0, "seed of the sampling", low=0, high=2 ** 32 - 1)
     output: str = knob("", "also write the results to this JSON file", group="Where")
     device: str = knob("auto", "where to compute", choices=DEVICES)
-    dtype: str = knob("auto", "of the base weights; auto is bfloat16 on cuda, else float32", choices=DTYPES)
-    cache: str = knob("cache", "folder of the tiny base model")
+    dtype: str = knob("auto", "of the base weights; auto is bfloat16 on cuda, else float32; a run brings its own",
+                      choices=DTYPES)
+    cache: str = knob("cache", "folder of the tiny base model; a run brings its own")
 
 
 @dataclass
@@ -56,17 +57,18 @@ class Policy:
         return [self.tokenizer(problem.prompt).input_ids for problem in problems]
 
     def decode(self, rollout: sample.Rollout) -> list[str]:
-        return self.tokenizer.batch_decode([ids[:n] for ids, n in zip(rollout.ids.tolist(), rollout.lengths.tolist())],
-                                           skip_special_tokens=True)
+        """Without the end token, and with everything else that was sampled: a judge sees what the model said."""
+        kept = (rollout.lengths - rollout.finished.long()).tolist()
+        return self.tokenizer.batch_decode([ids[:n] for ids, n in zip(rollout.ids.tolist(), kept)])
 
 
 def open_policy(name: str, task: str, cache: str, device: str, dtype: str, rebuild: bool = False) -> Policy:
     """`tiny` is built when it is not in the cache; anything else is a Hugging Face folder or a hub id."""
-    folder = tiny.find(task, Path(cache), rebuild) if name == "tiny" else find_model_folder(name)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     if device != "cpu" and not getattr(torch, device).is_available():
         raise ValueError(f"device {device} is not available on this machine: use --device cpu or auto")
+    folder = tiny.find(task, Path(cache), rebuild) if name == "tiny" else find_model_folder(name)
     if dtype == "auto":
         dtype = "bfloat16" if device == "cuda" else "float32"
     model = Transformer.from_pretrained(folder, getattr(torch, dtype), device)
@@ -76,16 +78,16 @@ def open_policy(name: str, task: str, cache: str, device: str, dtype: str, rebui
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except Exception as error:                              # transformers raises whatever its readers raise
         raise ValueError(f"{folder}: its tokenizer cannot be read ({type(error).__name__}: {error})") from None
-    return Policy(model, tokenizer, find_eos_ids(folder, tokenizer))
+    return Policy(model, tokenizer, find_eos_ids(folder, tokenizer, model.config.vocab_size))
 
 
-def find_eos_ids(folder: Path, tokenizer) -> tuple[int, ...]:
+def find_eos_ids(folder: Path, tokenizer, vocab_size: int) -> tuple[int, ...]:
     """Every id that ends a response: generation_config.json knows most, and nothing else is taken from it."""
     found = {tokenizer.eos_token_id}
     for name in ("config.json", "generation_config.json"):
         value = read_json(folder / name).get("eos_token_id") if (folder / name).exists() else None
-        found |= set(value) if isinstance(value, list) else {value}
-    found = {i for i in found if type(i) is int}
+        found |= set(map(int, value)) if isinstance(value, list) and all(type(i) is int for i in value) else {value} - {None}
+    found = {i for i in found if type(i) is int and 0 <= i < vocab_size}
     if not found:
         raise ValueError(f"{folder}: no end token, neither in its tokenizer nor as eos_token_id in its config.json")
     return tuple(sorted(found))
@@ -162,26 +164,38 @@ def table(columns: dict[str, dict]) -> str:
     return "\n".join(lines)
 
 
+def measure_path(config: Config, given: set[str]) -> dict:
+    """Evaluate what the command line names: a run with the settings in its folder, unless flags say otherwise."""
+    path, model, base_task = Path(config.path), config.path, config.data
+    is_run = (path / "config.json").is_file() and "method" in read_json(path / "config.json")
+    if is_run:
+        from train import Config as RunConfig               # here, since train.py imports this file
+        saved = from_saved(RunConfig, read_json(path / "config.json"), str(path / "config.json"))
+        settings = {**asdict(saved), "problems": saved.eval_problems, "samples": saved.eval_samples}
+        taken = {name: settings[name] for name in ("data", "temperature", "max_new_tokens", "problems", "samples", "dtype", "cache")
+                 if name not in given}
+        config, model, base_task = replace(config, **taken), saved.model, saved.data
+    problems = data.load(config.data, "test", config.problems)
+    policy = open_policy(model, base_task, config.cache, config.device, config.dtype)
+    if is_run:
+        lora.load(policy.model, path / "adapter")
+    return evaluate(policy, problems, config.samples, config.temperature, config.max_new_tokens, config.seed, progress=True)
+
+
 def main(argv: list[str] | None = None) -> None:
     config, given = parse(Config, __doc__, argv, positional="path")
     try:
-        path, model, settings = Path(config.path), config.path, {}
-        if (path / "adapter").is_dir():
-            settings = read_json(path / "config.json")
-            model = settings["model"]
-        task, temperature, max_new_tokens = (getattr(config, name) if name in given else settings.get(name, getattr(config, name))
-                                             for name in ("data", "temperature", "max_new_tokens"))
-        policy = open_policy(model, task, config.cache, config.device, config.dtype)
-        if settings:
-            lora.load(policy.model, path / "adapter")
-        problems = data.load(task, "test", config.problems)
-        result = evaluate(policy, problems, config.samples, temperature, max_new_tokens, config.seed, progress=True)
-    except (ValueError, KeyError) as error:
+        if config.output and (Path(config.output).is_dir() or not Path(config.output).absolute().parent.is_dir()):
+            raise ValueError(f"--output {config.output}: expected a file in a folder that exists")
+        result = measure_path(config, given)
+        print(table({Path(config.path).name: result}))
+        if config.output:
+            write_json(Path(config.output), result)
+            print(f"written to {config.output}")
+    except (ValueError, OSError, FloatingPointError) as error:
         fail(error)
-    print(table({path.name: result}))
-    if config.output:
-        write_json(Path(config.output), result)
-        print(f"written to {config.output}")
+    except KeyboardInterrupt:
+        sys.exit("stopped, nothing was written")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Files on disk: JSON and safetensors only, read with a clear error, written so that no one sees half a file.
 
-Every file of this project is written to a temporary name beside its place and renamed into it, so a crash
-leaves the old file or the new one. Every reader turns a missing, corrupt or unexpected file into a ValueError
+A file is written to a temporary name beside its place and renamed into it, so a crash leaves the old file or the new
+one; JSONL grows a line at a time, and a line cut short does not count. Every reader turns a missing, corrupt or unexpected file into a ValueError
 that names it; the command line prints that as one line.
 """
 import json
@@ -16,7 +16,7 @@ from torch import Tensor
 def write_atomically(file: Path, write) -> None:
     """Call write(temporary path), flush it to the disk, then rename it to `file`."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_name(file.name + ".tmp")
+    temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")       # two processes never share one
     try:
         write(temporary)
         with open(temporary, "rb+") as handle:
@@ -94,9 +94,17 @@ def write_lines(file: Path, records: list[dict]) -> None:
 
 
 def read_lines(file: Path) -> list[dict]:
-    """The records of a JSONL file; a crash may have cut the last line short, which then does not count."""
-    lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("}\n")]
+    """The records of a JSONL file, each with a step; a crash may have cut the last line short, which then does not count."""
+    if not file.exists():
+        return []
+    try:
+        lines = [line for line in file.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
+        records = [json.loads(line) for line in lines]
+        if all(isinstance(record, dict) and type(record.get("step")) is int for record in records):
+            return records
+    except (OSError, ValueError, RecursionError):
+        pass
+    raise ValueError(f"{file} is damaged: expected a JSON object with a step on every line; move it away to go on without it")
 
 
 def find_model_folder(path: str | Path) -> Path:

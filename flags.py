@@ -18,7 +18,8 @@ from dataclasses import field, fields
 
 def knob(default, help: str, low=None, above=None, high=None, choices: tuple = (), group: str = ""):
     """A dataclass field that is a flag: low <= value <= high, value > above, value in choices."""
-    return field(default=default, metadata={"help": help, "low": low, "above": above, "high": high, "choices": choices, "group": group})
+    return field(default=default, metadata={"help": help, "low": low, "above": above, "high": high, "choices": choices,
+                                            "group": group})
 
 
 class Parser(argparse.ArgumentParser):
@@ -32,6 +33,23 @@ def fail(message: str):
     sys.exit(2)
 
 
+def check(value, kind: type, limits: dict):
+    """-> what is wrong with a value, or None."""
+    low, above, high, choices = (limits[key] for key in ("low", "above", "high", "choices"))
+    if type(value) is not kind and not (kind is float and type(value) is int):
+        return f"{value!r} is not a {kind.__name__}"
+    if kind is float and not math.isfinite(value):
+        return f"{value} is not a finite number"
+    if choices and value not in choices:
+        return f"{value!r} is not one of {', '.join(choices)}"
+    if low is not None and value < low:
+        return f"{value} is too small, expected at least {low}"
+    if above is not None and value <= above:
+        return f"{value} is too small, expected more than {above}"
+    if high is not None and value > high:
+        return f"{value} is too large, expected at most {high}"
+
+
 def convert(kind: type, limits: dict):
     """-> a function from a flag's text to its checked value."""
     def from_text(text: str):
@@ -39,19 +57,26 @@ def convert(kind: type, limits: dict):
             value = tuple(part for part in text.split(",") if part) if kind is tuple else kind(text)
         except ValueError:
             raise argparse.ArgumentTypeError(f"{text!r} is not {'a whole number' if kind is int else 'a number'}")
-        low, above, high = limits["low"], limits["above"], limits["high"]
-        if kind is float and not math.isfinite(value):
-            raise argparse.ArgumentTypeError(f"{text!r} is not a finite number")
-        if (low is not None and value < low) or (above is not None and value <= above):
-            raise argparse.ArgumentTypeError(f"{text} is too small, expected {f'at least {low}' if above is None else f'more than {above}'}")
-        if high is not None and value > high:
-            raise argparse.ArgumentTypeError(f"{text} is too large, expected at most {high}")
+        if wrong := check(value, kind, limits):
+            raise argparse.ArgumentTypeError(wrong)
         return value
     return from_text
 
 
-def parse(config_class: type, description: str, argv: list[str] | None = None, positional: tuple[str, str] | None = None):
-    """-> (config, the set of fields that were given); with `positional` = (name, help), that field comes first."""
+def from_saved(config_class: type, saved: dict, where: str):
+    """A config from its JSON, held to the same limits as the flags."""
+    known = {knob_field.name: knob_field for knob_field in fields(config_class)}
+    if odd := sorted(saved.keys() ^ known.keys()):
+        raise ValueError(f"{where} was not written by this version of train.py: see {', '.join(odd)}")
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()}
+    for name, value in values.items():
+        if wrong := check(value, type(known[name].default), known[name].metadata):
+            raise ValueError(f"{where}: {name}: {wrong}")
+    return config_class(**values)
+
+
+def parse(config_class: type, description: str, argv: list[str] | None = None, positional: str = ""):
+    """-> (config, the set of fields that were given); the field named `positional` takes no dashes."""
     parser = Parser(description=description, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     group = parser
     for knob_field in fields(config_class):
@@ -70,7 +95,7 @@ def parse(config_class: type, description: str, argv: list[str] | None = None, p
         else:
             options["type"] = convert(kind, meta)
             if meta["choices"]:
-                options["choices"], options["metavar"] = meta["choices"], "|".join(meta["choices"])
+                options["metavar"] = "|".join(meta["choices"])
         group.add_argument(flag, help=help_text.replace("%", "%%"), **options)
     given = vars(parser.parse_args(argv))
     return config_class(**given), set(given)

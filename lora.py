@@ -54,14 +54,18 @@ def parameters(model: nn.Module) -> dict[str, nn.Parameter]:
             for name, layer in layers(model).items() for part in "AB"}
 
 
-def apply(model: Transformer, rank: int = 8, alpha: float = 16, targets: tuple[str, ...] = TARGETS,
-          seed: int = 0) -> Transformer:
-    """Freeze the model and put an adapter on every linear layer whose last name is in `targets`."""
+def check(rank: int, alpha: float, targets: tuple[str, ...]) -> None:
     unknown = sorted(set(targets) - set(TARGETS))
     if unknown or not targets:
         raise ValueError(f"LoRA targets {', '.join(unknown) or '(none)'}: expected some of {', '.join(TARGETS)}")
     if rank < 1 or alpha <= 0:
         raise ValueError(f"LoRA rank {rank} and alpha {alpha} must be positive")
+
+
+def apply(model: Transformer, rank: int = 8, alpha: float = 16, targets: tuple[str, ...] = TARGETS,
+          seed: int = 0) -> Transformer:
+    """Freeze the model and put an adapter on every linear layer whose last name is in `targets`."""
+    check(rank, alpha, targets)
     model.requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
     for name, module in list(model.named_modules()):

@@ -53,10 +53,10 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, raw: dict, where: str = "config.json") -> "ModelConfig":
-        def number(key, default=None, kind=int, source=raw):
+        def number(key, default=None, kind=int, source=raw, high=2 ** 24):
             value = default if source.get(key) is None else source[key]
-            if type(value) not in (int, float) or not 0 < value < 1e12 or value != kind(value):
-                raise ValueError(f"{where}: {key} is {value!r}, expected a positive {kind.__name__}")
+            if type(value) not in (int, float) or not 0 < value <= high or value != kind(value):
+                raise ValueError(f"{where}: {key} is {value!r}, expected a positive {kind.__name__} of at most {high}")
             return kind(value)
 
         def require(condition, message):
@@ -67,7 +67,7 @@ class ModelConfig:
         require(family in FAMILIES, f"model_type is {family!r}, this decoder knows {', '.join(FAMILIES)}")
         require(raw.get("hidden_act", "silu") == "silu", "only the activation silu is implemented")
         require(not raw.get("quantization_config"), "quantised weights are not supported, use the original model")
-        require(not raw.get("use_sliding_window") and "sliding_attention" not in (raw.get("layer_types") or ()),
+        require(not raw.get("use_sliding_window") and "sliding_attention" not in str(raw.get("layer_types")),
                 "sliding-window attention is not implemented")
         # transformers 5 writes rope_parameters, transformers 4 wrote rope_theta and rope_scaling.
         rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
@@ -75,16 +75,16 @@ class ModelConfig:
         rope_type = rope.get("rope_type", rope.get("type", "default"))
         require(rope_type in ("default", "llama3"), f"rope_type is {rope_type!r}, only default and llama3 are known")
         heads, kv_heads = number("num_attention_heads"), number("num_key_value_heads", raw.get("num_attention_heads"))
-        hidden, bias = number("hidden_size"), bool(raw.get("attention_bias"))
+        hidden, bias = number("hidden_size", high=2 ** 18), bool(raw.get("attention_bias"))
         head_dim = number("head_dim", 128 if family == "qwen3" else hidden // heads)
         require(heads % kv_heads == 0, f"{heads} attention heads do not divide into {kv_heads} key-value heads")
         require(head_dim % 2 == 0, f"head_dim is {head_dim}, rotary embeddings need an even number")
         return cls(
-            vocab_size=number("vocab_size"), hidden_size=hidden, intermediate_size=number("intermediate_size"),
-            layers=number("num_hidden_layers"), heads=heads, kv_heads=kv_heads, head_dim=head_dim,
-            context=number("max_position_embeddings", 2048 if family == "llama" else 32768),
+            vocab_size=number("vocab_size"), hidden_size=hidden, intermediate_size=number("intermediate_size", high=2 ** 20),
+            layers=number("num_hidden_layers", high=1000), heads=heads, kv_heads=kv_heads, head_dim=head_dim,
+            context=number("max_position_embeddings", 2048 if family == "llama" else 32768, high=2 ** 40),
             norm_eps=number("rms_norm_eps", 1e-6, float),
-            rope_theta=number("rope_theta", number("rope_theta", 10000.0, float), float, rope),
+            rope_theta=number("rope_theta", number("rope_theta", 10000.0, float, high=1e12), float, rope, 1e12),
             rope_llama3=tuple(number(key, None, float, rope) for key in ROPE_LLAMA3) if rope_type == "llama3" else None,
             qkv_bias=family == "qwen2" or bias, output_bias=family != "qwen2" and bias,
             mlp_bias=family == "llama" and bool(raw.get("mlp_bias")), qk_norm=family == "qwen3",

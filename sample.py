@@ -1,9 +1,9 @@
-"""Sampling: several responses to each of several prompts, from exactly the distribution that training scores.
+"""Sampling: several responses to each of several prompts, from the distribution that training scores.
 
 Each prompt is read once and its keys and values are shared by its samples; rows leave the batch as they
 finish; the adapters are merged into the weights for the duration. There is no top-k, no top-p and no
 repetition penalty, here or inherited from a generation_config, so the log-probability kept for each token is
-the one that `grpo.score` recomputes.
+the one that `grpo.score` recomputes: up to rounding, which on a bf16 base includes that of the merged weights.
 
 Random numbers: one uniform number a row and step, always drawn for all rows, so a response depends on the
 seed and on its own row, not on when its neighbours finish. Called by train.py and evaluate.py.
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import lora
-from model import Cache, Transformer
+from model import Cache, ModelConfig, Transformer
 
 
 @dataclass
@@ -48,6 +48,8 @@ def draw(logits: Tensor, temperature: float, uniform: Tensor) -> tuple[Tensor, T
     # In fp64 (mps has none) no token's probability is lost in the sum, and rounding cannot reach past its end.
     cumulative = logprobs.exp().cumsum(-1, dtype=torch.float32 if logits.device.type == "mps" else torch.float64)
     total = cumulative[:, -1:]
+    if not total.isfinite().all():
+        raise FloatingPointError("the model's logits are not finite: its weights may be damaged, or the learning rate too high")
     threshold = torch.minimum(uniform[:, None].to(cumulative) * total, total.nextafter(torch.zeros_like(total)))
     tokens = torch.searchsorted(cumulative, threshold, right=True)[:, 0]
     return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
@@ -56,7 +58,7 @@ def draw(logits: Tensor, temperature: float, uniform: Tensor) -> tuple[Tensor, T
 def generate(model: Transformer, prompts: list[list[int]], samples: int, max_new_tokens: int, temperature: float,
              eos_ids: tuple[int, ...], generator: torch.Generator) -> Rollout:
     """Sample `samples` responses of at most max_new_tokens for each prompt. The generator lives on the CPU."""
-    check(prompts, samples, max_new_tokens, temperature, model.config.context)
+    check(prompts, samples, max_new_tokens, temperature, model.config)
     device, N = model.device, len(prompts) * samples
     ids = torch.zeros(N, max_new_tokens, dtype=torch.long, device=device)
     logprobs = torch.zeros(N, max_new_tokens, device=device)
@@ -89,14 +91,17 @@ def generate(model: Transformer, prompts: list[list[int]], samples: int, max_new
     return Rollout(ids[:, :T], lengths, logprobs[:, :T], finished)
 
 
-def check(prompts: list[list[int]], samples: int, max_new_tokens: int, temperature: float, context: int) -> None:
+def check(prompts: list[list[int]], samples: int, max_new_tokens: int, temperature: float, config: ModelConfig) -> None:
     """Every way in which a request to sample can be impossible, as one clear error."""
     if not prompts or not all(prompts):
         raise ValueError("there is no prompt to sample from, or an empty one: each needs at least one token")
     if samples < 1 or max_new_tokens < 1 or not temperature >= 0:
         raise ValueError(f"samples {samples} and max_new_tokens {max_new_tokens} must be at least 1 and "
                          f"temperature {temperature} not negative")
-    longest = max(map(len, prompts))
+    largest = max(map(max, prompts))
+    if largest >= config.vocab_size:
+        raise ValueError(f"a prompt has token {largest}, the model knows {config.vocab_size}: the tokenizer is another model's")
+    longest, context = max(map(len, prompts)), config.context
     if longest + max_new_tokens > context:
         raise ValueError(f"a prompt of {longest} tokens and {max_new_tokens} new ones exceed the model's context "
                          f"of {context}: shorten the prompts or lower the number of new tokens")

@@ -73,6 +73,7 @@ def find(task: str, cache: Path, rebuild: bool = False) -> Path:
 
 def build(folder: Path, size: int = 3, steps: int = STEPS, seed: int = 0, progress: bool = True) -> Path:
     """Pretrain on plays of `size` numbers and save; a minute or two on two cores."""
+    folder.mkdir(parents=True, exist_ok=True)               # a bad place should fail now, not after the training
     tokenizer, rng = make_tokenizer(), random.Random(f"tiny {size} {seed}")
     model = Transformer(ModelConfig.from_dict(CONFIG))
     initialise(model, torch.Generator().manual_seed(seed))

@@ -33,7 +33,7 @@ import meta
 import reward
 import sample
 import strategy
-from files import append_line, read_json, read_lines, write_json
+from files import append_line, read_lines, write_json
 from flags import fail, knob, parse
 
 
@@ -42,7 +42,7 @@ class Config:
     run: str = knob("", "folder of the run; empty picks runs/METHOD-DATA-SEED", group="The run")
     resume: bool = knob(False, "continue the run in --run from its last checkpoint")
     steps: int = knob(200, "policy updates in all", low=1)
-    seed: int = knob(0, "everything random follows from it", low=0)
+    seed: int = knob(0, "everything random follows from it", low=0, high=2 ** 32 - 1)
     checkpoint_every: int = knob(50, "steps between checkpoints", low=1)
     device: str = knob("auto", "where to compute", choices=evaluate.DEVICES)
 
@@ -111,22 +111,19 @@ class Config:
     eval_samples: int = knob(16, "responses to each", low=1)
 
 
-# What a resumed run may change: nothing that alters a step already taken.
-CHANGEABLE = {"run", "resume", "steps", "checkpoint_every", "device", "eval_every", "cache", "rebuild"}
-
-
 class Run:
     """Everything that a step needs, and the folder it is kept in."""
 
     def __init__(self, config: Config):
         self.config, self.folder = config, Path(config.run)
+        lora.check(config.rank, config.lora_alpha, config.targets)      # cheap checks before the model is built
         self.problems = data.load(config.data, "train", config.train_problems, config.seed)
         self.test = data.load(config.data, "test", config.eval_problems)
         self.policy = evaluate.open_policy(config.model, config.data, config.cache, config.device, config.dtype, config.rebuild)
         self.model = lora.apply(self.policy.model, config.rank, config.lora_alpha, config.targets, config.seed)
         self.prompts = self.policy.encode(self.problems)
         sample.check(self.prompts + self.policy.encode(self.test), config.samples, config.max_new_tokens,
-                     config.temperature, self.model.config.context)
+                     config.temperature, self.model.config)
         self.adapters = lora.parameters(self.model)
         self.optimizer = torch.optim.AdamW(self.adapters.values(), lr=config.learning_rate, weight_decay=0.0)
         self.settings = grpo.LossSettings(config.temperature, config.kl, config.clip_low, config.clip_high,
@@ -145,6 +142,8 @@ class Run:
         self.step = 0                                       # steps taken
         if config.resume:
             checkpoint.load(self)
+            if self.step > config.steps:
+                raise ValueError(f"{config.run} has taken {self.step} steps already: --steps {config.steps} is too few")
 
     def batch(self, step: int) -> list[int]:
         """A step's problems: the training set in a new order every epoch, as (seed, step) decides."""
@@ -283,7 +282,7 @@ def train_step(run: Run) -> dict:
 
 def train(run: Run) -> None:
     """Steps until the end or until Ctrl-C, which lets the step finish and saves it."""
-    config, stop = run.config, []
+    config, stop, saved = run.config, [], run.step
     handlers = {number: signal.signal(number, lambda *_: stop.append(1) if not stop else sys.exit("stopped at once"))
                 for number in (signal.SIGINT, signal.SIGTERM)}
     bar = tqdm(total=config.steps, initial=run.step, desc=f"training {config.method}", unit="step")
@@ -294,62 +293,53 @@ def train(run: Run) -> None:
         append_line(run.folder / "metrics.jsonl", metrics)
         bar.set_postfix(correct=f"{metrics['correct']:.2f}", entropy=f"{metrics['entropy']:.2f}", refresh=False)
         bar.update()
-        if run.step % config.checkpoint_every == 0 or run.step == config.steps or stop:
+        if run.step % config.checkpoint_every == 0:
             checkpoint.save(run)
+            saved = run.step
     bar.close()
+    if run.step != saved:
+        checkpoint.save(run)
     for number, handler in handlers.items():
         signal.signal(number, handler)
     if stop:
-        print(f"stopped after step {run.step} of {config.steps}, nothing is lost. To continue:\n"
-              f"  python train.py --run {run.folder} --resume", file=sys.stderr)
-        sys.exit(130)
+        raise KeyboardInterrupt
 
 
-def resolve(config: Config, given: set[str]) -> Config:
-    """Settle the run folder and what a resumed run was started with; touch nothing."""
-    if config.resume:
-        if not config.run:
-            raise ValueError("--resume needs --run FOLDER, the run to continue")
-        saved = read_json(Path(config.run) / "config.json")
-        saved = {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()}
-        odd = sorted(saved.keys() ^ asdict(config).keys())
-        if odd:
-            raise ValueError(f"{config.run}/config.json was not written by this version of train.py: see {', '.join(odd)}")
-        wrong = [f"--{name.replace('_', '-')} {getattr(config, name)} (the run has {saved[name]})"
-                 for name in sorted(given - CHANGEABLE) if getattr(config, name) != saved[name]]
-        if wrong:
-            raise ValueError(f"{config.run} was started with other settings: {', '.join(wrong)}. Leave them out to resume")
-        return replace(Config(**saved), **{name: getattr(config, name) for name in given & CHANGEABLE})
-    if config.run and (Path(config.run) / "config.json").exists():
-        raise ValueError(f"{config.run} already holds a run: add --resume to continue it, or choose another --run")
-    if config.run and Path(config.run).exists() and not Path(config.run).is_dir():
-        raise ValueError(f"{config.run} is a file, expected a folder for the run")
-    name, number = f"runs/{config.method}-{config.data}-{config.seed}", 1
-    while not config.run:
-        candidate = name if number == 1 else f"{name}-{number}"
-        config, number = (config if Path(candidate).exists() else replace(config, run=candidate)), number + 1
-    return config
+def start(config: Config) -> Run:
+    """Open everything; if that fails, leave no trace of a run."""
+    made = not (config.run and Path(config.run).exists())
+    config = checkpoint.claim(config)
+    try:
+        run = Run(config)
+    except BaseException:
+        if made:
+            Path(config.run).rmdir()
+        raise
+    write_json(run.folder / "config.json", asdict(replace(config, resume=False, rebuild=False)))
+    return run
 
 
 def main(argv: list[str] | None = None) -> None:
     config, given = parse(Config, __doc__, argv)
+    run = None
     try:
-        run = Run(resolve(config, given))
-    except ValueError as error:
+        try:
+            run = start(checkpoint.resolve(config, given))
+        except ValueError as error:
+            fail(error)
+        before = run.evaluate() if not run.step else next(iter(read_lines(run.folder / "evaluations.jsonl")), None)
+        if run.strategist and not run.step:
+            warm_up(run)
+        train(run)
+        after = run.evaluate()
+        write_json(run.folder / "evaluation.json", after)
+    except (OSError, FloatingPointError) as error:
         fail(error)
     except KeyboardInterrupt:
-        fail("stopped before the first step: nothing was written")
-    config = run.config
-    run.folder.mkdir(parents=True, exist_ok=True)
-    write_json(run.folder / "config.json", asdict(replace(config, resume=False, rebuild=False)))
-    before = read_lines(run.folder / "evaluations.jsonl")[0] if run.step else run.evaluate()
-    if run.strategist and not run.step:
-        warm_up(run)
-    train(run)
-    lora.save(run.model, run.folder / "adapter", base=config.model)
-    after = run.evaluate()
-    write_json(run.folder / "evaluation.json", after)
-    print(evaluate.table({"before": before, f"after {after['step']} steps": after}))
+        how = f"To continue:\n  python train.py --run {run.folder} --resume" if run else "Nothing was written."
+        print(f"\nstopped after {run.step if run else 0} steps. {how}", file=sys.stderr)
+        sys.exit(130)
+    print(evaluate.table({**({"before": before} if before else {}), f"after {after['step']} steps": after}))
     print(f"config.json, metrics.jsonl, evaluation.json, adapter/ and checkpoint/ are in {run.folder}")
 
 

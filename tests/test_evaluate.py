@@ -2,7 +2,6 @@
 import itertools
 import json
 import math
-import sys
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from transformers import AutoTokenizer
 
 import data
 import evaluate
-import lora
 import tiny
 
 
@@ -79,12 +77,12 @@ def test_end_tokens_come_from_every_file_and_sampling_settings_from_none(tmp_pat
     tokenizer = AutoTokenizer.from_pretrained(cache / "tiny-countdown")
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 3}))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 3], "top_k": 1, "temperature": 9}))
-    assert evaluate.find_eos_ids(tmp_path, tokenizer) == (1, 3, 5)
+    assert evaluate.find_eos_ids(tmp_path, tokenizer, 40) == (1, 3, 5)
     tokenizer.eos_token = None
     for name in ("config.json", "generation_config.json"):
         (tmp_path / name).write_text("{}")
     with pytest.raises(ValueError, match="no end token"):
-        evaluate.find_eos_ids(tmp_path, tokenizer)
+        evaluate.find_eos_ids(tmp_path, tokenizer, 40)
 
 
 def test_the_command_line_on_a_model_and_a_file(cache, tmp_path, capsys):
@@ -98,13 +96,22 @@ def test_the_command_line_on_a_model_and_a_file(cache, tmp_path, capsys):
 @pytest.mark.parametrize("argv, word", [
     ([], "path"), (["nowhere/model/x"], "nowhere/model/x"), (["tiny", "--problems", "0"], "at least 1"),
     (["tiny", "--data", "chess"], "countdown"), (["tiny", "--temperature", "nan"], "finite"),
-    (["tiny", "--device", "tpu"], "tpu"), (["tiny", "--max-new-tokens", "500"], "context"), (["tiny", "--nonsense"], "nonsense")])
+    (["tiny", "--device", "tpu"], "tpu"), (["tiny", "--max-new-tokens", "500"], "context"), (["tiny", "--nonsense"], "nonsense"),
+    (["tiny", "--seed", "9" * 30], "too large"), (["tiny", "--output", "/proc/x/y.json"], "--output"), (["tiny", "--output", "."], "--output")])
 def test_bad_input_is_one_line_and_exit_code_2(argv, word, cache, capsys):
     with pytest.raises(SystemExit) as caught:
         evaluate.main([*argv, "--cache", str(cache)])
     errors = capsys.readouterr().err.splitlines()
     assert caught.value.code == 2 and word in errors[-1] and errors[-1].startswith("error: ")
     assert sum(line.startswith("error") for line in errors) == 1 and "Traceback" not in "".join(errors)
+
+
+def test_the_judge_sees_what_the_model_said(policy):
+    ids = policy.tokenizer("8*3=24;24-5=19").input_ids
+    said = [ids + [1], ids[:4] + [0] + ids[4:] + [1], ids]
+    rollout = evaluate.sample.Rollout(torch.tensor([row + [0] * (20 - len(row)) for row in said]),
+                                      torch.tensor([len(row) for row in said]), torch.zeros(3, 20), torch.tensor([True, True, False]))
+    assert policy.decode(rollout) == ["8*3=24;24-5=19", "8*3=<pad>24;24-5=19", "8*3=24;24-5=19"]
 
 
 def test_a_folder_without_a_tokenizer(tmp_path, capsys):

@@ -119,7 +119,9 @@ def test_shared_prefix_equals_repeated_prefix():
     ({"num_key_value_heads": 4}, "key-value"), ({"head_dim": 5}, "head_dim"), ({"hidden_act": "gelu"}, "silu"),
     ({"rope_scaling": {"rope_type": "yarn"}}, "yarn"), ({"rope_scaling": {"rope_type": "llama3"}}, "factor"),
     ({"rope_parameters": "x"}, "rotary"), ({"use_sliding_window": True}, "sliding"),
-    ({"quantization_config": {"bits": 4}}, "quantised"), ({"num_attention_heads": None}, "num_attention_heads")])
+    ({"quantization_config": {"bits": 4}}, "quantised"), ({"num_attention_heads": None}, "num_attention_heads"),
+    ({"num_hidden_layers": 10 ** 9}, "num_hidden_layers"), ({"hidden_size": 10 ** 11}, "hidden_size"),
+    ({"layer_types": ["sliding_attention"]}, "sliding")])
 def test_a_bad_config_is_one_clear_error(changes, word):
     with pytest.raises(ValueError, match=word) as caught:
         ModelConfig.from_dict(small_config("qwen2") | changes, "here/config.json")

@@ -104,8 +104,13 @@ def test_pad_left():
 @pytest.mark.parametrize("change, word", [
     ({"prompts": []}, "no prompt"), ({"prompts": [[1], []]}, "empty"), ({"samples": 0}, "samples"),
     ({"max_new_tokens": 0}, "max_new_tokens"), ({"temperature": -1.0}, "temperature"),
-    ({"temperature": float("nan")}, "temperature"), ({"prompts": [[1] * 60]}, "context of 64")])
+    ({"temperature": float("nan")}, "temperature"), ({"prompts": [[1] * 60]}, "context of 64"), ({"prompts": [[37]]}, "token 37")])
 def test_impossible_requests(change, word):
     request = dict(prompts=PROMPTS, samples=2, max_new_tokens=5, temperature=1.0, eos_ids=(1,), generator=seeded()) | change
     with pytest.raises(ValueError, match=word):
         generate(small_model(), **request)
+
+
+def test_logits_that_are_not_finite_are_named():
+    with pytest.raises(FloatingPointError, match="not finite"):
+        draw(torch.full((2, 5), torch.nan), 1.0, torch.rand(2))

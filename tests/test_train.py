@@ -1,6 +1,7 @@
 """The loop: a real run, resumed runs that end on the same bits, Ctrl-C, and every kind of bad input."""
 import json
 import math
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from conftest import make_sentence_encoder
 from peft import PeftModel
 from safetensors.torch import load_file
 
+import checkpoint
 import data
 import evaluate
 import train
@@ -118,7 +120,7 @@ def test_ctrl_c_saves_and_resume_goes_on_to_the_same_bits(whole, cache, tmp_path
     while process.poll() is None and not ((folder / "metrics.jsonl").exists() and (folder / "metrics.jsonl").read_text().count("\n") >= 2):
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    errors = process.communicate(timeout=60)[1]
+    errors = process.communicate(timeout=120)[1]
     assert process.returncode == 130 and f"--run {folder} --resume" in errors and "Traceback" not in errors
     done = len(metrics(folder))
     assert 2 <= done < 100 and (folder / "checkpoint" / f"step-{done:06d}.safetensors").exists()
@@ -183,7 +185,7 @@ def test_alpha_falls_over_the_run(cache, tmp_path):
 
 
 def test_evaluate_reads_everything_from_the_run_folder(whole, cache, capsys, tmp_path):
-    evaluate.main([str(whole), "--cache", str(cache), "--problems", "8", "--samples", "5", "--output", str(tmp_path / "e.json")])
+    evaluate.main([str(whole), "--output", str(tmp_path / "e.json")])
     ours, again = json.loads((whole / "evaluation.json").read_text()), json.loads((tmp_path / "e.json").read_text())
     assert {**again, "step": 8} == ours
 
@@ -230,25 +232,95 @@ def test_a_run_is_never_written_over(whole, capsys, tmp_path):
 
 def test_without_a_name_every_run_gets_its_own_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    first = train.resolve(train.Config(), set())
-    Path(first.run).mkdir(parents=True)
-    second = train.resolve(train.Config(), set())
-    assert first.run == "runs/sus-countdown-0" and second.run == "runs/sus-countdown-0-2"
+    names = [checkpoint.claim(train.Config()).run for _ in range(3)]
+    assert names == ["runs/sus-countdown-0", "runs/sus-countdown-0-2", "runs/sus-countdown-0-3"]
 
 
-@pytest.mark.parametrize("damage, word", [
-    (lambda f: (f / "config.json").write_text("{"), "JSON"), (lambda f: (f / "config.json").write_text("{}"), "version"),
-    (lambda f: [file.write_bytes(b"junk") for file in (f / "checkpoint").iterdir()], "readable")])
-def test_a_damaged_run_is_one_clear_error(damage, word, cache, tmp_path, capsys):
+def test_leftovers_of_another_run_are_not_mixed_in(cache, tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(SystemExit):
+        run(tmp_path / "run", cache, "--steps", "1")
+    assert "not an empty folder" in capsys.readouterr().err
+
+
+def test_the_previous_checkpoint_is_used_when_the_last_is_damaged(whole, cache, tmp_path, capsys):
+    folder = tmp_path / "copy"
+    shutil.copytree(whole, folder)
+    file = folder / "checkpoint" / "step-000008.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    train.main(["--run", str(folder), "--resume"])
+    assert "step-000008.safetensors cannot be used" in capsys.readouterr().err
+    assert same(adapter(whole), adapter(folder)) and metrics(whole) == metrics(folder)
+
+
+def test_the_adapter_is_as_new_as_the_checkpoint(cache, tmp_path):
     folder = run(tmp_path / "run", cache, "--steps", "1")
-    capsys.readouterr()
+    before = adapter(folder)
+    train.main(["--run", str(folder), "--resume", "--steps", "2"])
+    assert not same(before, adapter(folder))
+    saved = load_file(folder / "checkpoint" / "step-000002.safetensors")
+    assert all(torch.equal(tensor, saved[f"adapter.{name}"]) for name, tensor in adapter(folder).items())
+
+
+@pytest.mark.parametrize("flags", [["--schedule", "linear"], ["--alpha-decay", "0.5"]])
+def test_more_steps_are_refused_where_they_would_change_the_past(flags, cache, tmp_path, capsys):
+    folder = run(tmp_path / "run", cache, "--steps", "2", *flags)
+    with pytest.raises(SystemExit):
+        train.main(["--run", str(folder), "--resume", "--steps", "4"])
+    assert "--steps 4" in capsys.readouterr().err
+
+
+def test_fewer_steps_than_were_taken(whole, capsys):
+    with pytest.raises(SystemExit):
+        train.main(["--run", str(whole), "--resume", "--steps", "3"])
+    assert "8 steps already" in capsys.readouterr().err
+
+
+def rewrite(**changes):
+    def damage(folder):
+        file = folder / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    return damage
+
+
+DAMAGES = [
+    (lambda f: (f / "config.json").write_text("{"), "JSON"), (lambda f: (f / "config.json").write_text("{}"), "version"),
+    (lambda f: [file.write_bytes(b"junk") for file in (f / "checkpoint").iterdir()], "no checkpoint"),
+    (rewrite(targets=["q_proj"]), "no checkpoint"), (rewrite(steps="abc"), "steps"), (rewrite(learning_rate=None), "learning_rate"),
+    (rewrite(samples=1), "samples"), (rewrite(seed="x"), "seed"), (rewrite(model=None), "model"), (rewrite(targets=5), "targets"),
+    (rewrite(dtype="int8"), "dtype"), (rewrite(warmup=-1), "warmup"), (rewrite(kl=float("nan")), "kl"),
+    (lambda f: (f / "metrics.jsonl").write_text("garbage}\n"), "metrics.jsonl"),
+    (lambda f: (f / "evaluations.jsonl").write_text('{"a": 1}\n'), "evaluations.jsonl")]
+
+
+@pytest.mark.parametrize("number", range(len(DAMAGES)))
+def test_a_damaged_run_is_one_clear_error(number, whole, tmp_path, capsys):
+    damage, word = DAMAGES[number]
+    folder = tmp_path / "copy"
+    shutil.copytree(whole, folder)
     damage(folder)
-    kept = (folder / "metrics.jsonl").read_bytes()
+    kept = {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
     with pytest.raises(SystemExit) as caught:
         train.main(["--run", str(folder), "--resume"])
-    errors = [line for line in capsys.readouterr().err.splitlines() if line]
-    assert caught.value.code == 2 and len(errors) == 1 and (folder / "metrics.jsonl").read_bytes() == kept
-    assert word in errors[0]
+    errors = [line for line in capsys.readouterr().err.splitlines() if line and not line.startswith("warning")]
+    assert caught.value.code == 2 and len(errors) == 1 and word in errors[0]
+    assert kept == {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+def test_without_its_evaluations_a_run_still_goes_on(whole, tmp_path):
+    shutil.copytree(whole, tmp_path / "copy")
+    (tmp_path / "copy" / "evaluations.jsonl").unlink()
+    train.main(["--run", str(tmp_path / "copy"), "--resume"])
+    assert (tmp_path / "copy" / "evaluation.json").read_text() == (whole / "evaluation.json").read_text()
+
+
+@pytest.mark.parametrize("place", ["/proc/nowhere/run", "README.md/run", "x" * 300])
+def test_places_that_cannot_be_written(place, cache, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit) as caught:
+        run(place, cache, "--steps", "1")
+    assert caught.value.code == 2 and capsys.readouterr().err.startswith("error: ")
 
 
 def test_help_is_a_manual(capsys):
