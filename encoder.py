@@ -1,9 +1,9 @@
 """The frozen encoder: token states, mean-pooled over a query, over a response, and over both.
 
-By default the encoder is the policy's own base model at an early layer, adapters off. When the KL penalty runs its
-reference pass, the states are tapped from that pass; otherwise only the layers below the tap run, once a prompt and
-once a response. Measured on Countdown, the first layer shows strategies best: higher up, the numbers of the problem
-drown them. With `--encoder`, a sentence encoder reads the texts instead, as in the paper.
+By default the encoder is the policy's own base model, adapters off: the residual stream after the attention of an early
+layer, before its MLP. When the KL penalty runs its reference pass, the states are tapped from that pass; otherwise only
+what lies below the tap runs, once a prompt and once a response. Measured on Countdown, the first layer shows strategies
+best: higher up, the numbers of the problem drown them. With `--encoder`, a sentence encoder reads the texts instead, as in the paper.
 
 Called by strategy.Strategist once a step; its output carries no gradient.
 """
@@ -28,12 +28,12 @@ class Features:
 
 
 class Tap:
-    """Collect what one layer puts out while the model runs: a reference pass that doubles as the encoder."""
+    """Collect a layer's states after its attention while the model runs: a reference pass that doubles as the encoder."""
     def __init__(self, model: Transformer, layer: int):
-        self.module, self.states = model.layers[layer - 1], []
+        self.module, self.states = model.layers[layer - 1].post_attention_layernorm, []
 
     def __enter__(self):
-        self.handle = self.module.register_forward_hook(lambda module, inputs, output: self.states.append(output))
+        self.handle = self.module.register_forward_pre_hook(lambda module, inputs: self.states.append(inputs[0]))
         return self
 
     def __exit__(self, *error):
@@ -87,7 +87,8 @@ def base_features(model: Transformer, prompts: list[list[int]], rollout: Rollout
         if tapped is None:
             prefix, starts = SharedPrefix(samples), None if start is None else start.repeat_interleave(samples)
             with lora.disabled(model):
-                states = [model.hidden(prompt_ids, start, prefix, layer), model.hidden(rollout.ids[rows, :-1], starts, prefix, layer)]
+                states = [model.hidden(prompt_ids, start, prefix, layer),
+                          model.hidden(rollout.ids[rows, :-1], starts, prefix, layer)]
         else:
             states = tapped[2 * number:2 * number + 2]
         parts.append(features(states[0], prompt_mask, states[1], mask[rows], generator))

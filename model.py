@@ -168,8 +168,11 @@ class Layer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
 
+    def attend(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache) -> Tensor:
+        return x + self.self_attn(self.input_layernorm(x), cos, sin, mask, cache)
+
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask, cache)
+        x = self.attend(x, cos, sin, mask, cache)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -235,8 +238,8 @@ class Transformer(nn.Module):
     def device(self) -> torch.device:
         return self.embed_tokens.weight.device
 
-    def hidden(self, ids: Tensor, start: Tensor | None = None, cache=None, layers: int | None = None) -> Tensor:
-        """ids (B, T) -> the last layer's normed states (B, T, D), or the raw ones after so many layers.
+    def hidden(self, ids: Tensor, start: Tensor | None = None, cache=None, attention: int | None = None) -> Tensor:
+        """ids (B, T) -> the last layer's normed states (B, T, D), or the raw ones after the attention of this layer.
 
         start (B,) is each row's first real slot; None says that no row is padded.
         """
@@ -253,11 +256,12 @@ class Transformer(nn.Module):
         angles = positions[..., None] * self.frequencies.to(ids.device)                        # (B or 1, T, d/2)
         angles = torch.cat((angles, angles), dim=-1)[:, :, None]                               # (B or 1, T, 1, d)
         cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-        for layer in self.layers[:layers]:
+        for layer in self.layers if attention is None else self.layers[:attention - 1]:
             x = layer(x, cos, sin, mask, cache)
+        x = self.norm(x) if attention is None else self.layers[attention - 1].attend(x, cos, sin, mask, cache)
         if cache is not None:
             cache.length += T
-        return self.norm(x) if layers is None else x
+        return x
 
     def forward(self, ids: Tensor, start: Tensor | None = None, cache=None) -> Tensor:
         """ids (B, T) -> logits (B, T, V)."""

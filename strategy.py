@@ -208,7 +208,7 @@ class Strategist:
         size = self.sentences.model.config.hidden_size if self.sentences else model.config.hidden_size
         self.networks = Networks(size, settings.dimension, settings.seed).to(model.device)
         self.learning = {name: p for name, p in self.networks.named_parameters() if p.requires_grad}
-        self.optimizer = torch.optim.AdamW(self.learning.values(), lr=settings.learning_rate)
+        self.optimizer = torch.optim.AdamW(self.learning.values(), lr=settings.learning_rate, fused=True)
         self.replay, self.centres = Replay(settings.buffer), None
         self.strategies, self.clusters = Frequencies(), Frequencies()
         self.scale = Standardise(1).to(model.device)        # running statistics of the intrinsic reward

@@ -78,14 +78,14 @@ class Config:
 
     encoder: str = knob("", "sentence encoder (folder or hub id); empty takes the policy's own base model",
                         group="The strategy networks")
-    layer: int = knob(1, "layer of the base model whose states are pooled", low=1)
+    layer: int = knob(1, "layer of the base model whose states, after its attention, are pooled", low=1)
     dimension: int = knob(128, "size d of a strategy embedding", low=1)
     negatives: str = knob("group", "contrast with the other responses to the same query, or with the whole batch",
                           choices=("group", "batch"))
     contrast_temperature: float = knob(0.5, "of InfoNCE", above=0)
     momentum: float = knob(0.99, "of the momentum head", low=0, high=1)
     strategy_rate: float = knob(1e-3, "learning rate of these networks", above=0)
-    strategy_updates: int = knob(2, "minibatches a step", low=0)
+    strategy_updates: int = knob(1, "minibatches a step", low=0)
     strategy_batch: int = knob(32, "groups in a minibatch", low=1)
     strategy_warmup: int = knob(400, "minibatches on the base policy's responses before the first step", low=0)
     buffer: int = knob(256, "groups in the replay buffer", low=1)
