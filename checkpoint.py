@@ -9,7 +9,7 @@ Random numbers need no place here: they are drawn from (seed, step). The last tw
 """
 import json
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -46,18 +46,20 @@ def resolve(config, given: set[str]):
 
 
 def claim(config):
-    """Make the run's folder, under a name that no other run has."""
+    """Make the folder of a new run and put config.json into it, in one step that only one process can win."""
     name, number = f"runs/{config.method}-{config.data}-{config.seed}", 1
-    if config.run:
-        Path(config.run).mkdir(parents=True, exist_ok=True)
-    while not config.run:
-        candidate = name if number == 1 else f"{name}-{number}"
+    while True:
+        folder = Path(config.run or (name if number == 1 else f"{name}-{number}"))
+        folder.mkdir(parents=True, exist_ok=True)
+        config_now = replace(config, run=str(folder), rebuild=False)
         try:
-            Path(candidate).mkdir(parents=True)
-            config = replace(config, run=candidate)
+            with open(folder / "config.json", "x", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(config_now), indent=2) + "\n")
+            return replace(config, run=str(folder))
         except FileExistsError:
+            if config.run:
+                raise ValueError(f"{config.run} already holds a run: add --resume to continue it, or choose another --run") from None
             number += 1
-    return config
 
 
 def find(folder: Path) -> list[Path]:
@@ -91,7 +93,7 @@ def load(run) -> None:
             restore(run, read_tensors(file), json.loads(header["values"]))
             run.step = int(header["step"])
             break
-        except (KeyError, ValueError, RuntimeError) as error:
+        except (KeyError, ValueError, RuntimeError, TypeError, AttributeError) as error:
             print(f"warning: {file} cannot be used ({error}), trying the one before it", file=sys.stderr)
     else:
         if files:

@@ -100,11 +100,12 @@ class SentenceEncoder:
     def __init__(self, name: str, device: torch.device, batch: int = 64):
         from transformers import AutoModel, AutoTokenizer
         try:
-            self.tokenizer, self.model = AutoTokenizer.from_pretrained(name), AutoModel.from_pretrained(name)
+            self.tokenizer, self.model = AutoTokenizer.from_pretrained(name), AutoModel.from_pretrained(
+                name, use_safetensors=True)                 # never a pickle
         except Exception as error:                          # transformers raises whatever its readers raise
             raise ValueError(f"--encoder {name} cannot be read ({type(error).__name__}): expected a folder or hub id "
                              "of a sentence encoder") from None
-        self.model.eval().requires_grad_(False).to(device)
+        self.model.train(False).requires_grad_(False).to(device)
         self.device, self.batch = device, batch
         self.limit = min(self.tokenizer.model_max_length, getattr(self.model.config, "max_position_embeddings", 512))
 

@@ -1,8 +1,8 @@
 """Files on disk: JSON and safetensors only, read with a clear error, written so that no one sees half a file.
 
 A file is written to a temporary name beside its place and renamed into it, so a crash leaves the old file or the new
-one; JSONL grows a line at a time, and a line cut short does not count. Every reader turns a missing, corrupt or unexpected file into a ValueError
-that names it; the command line prints that as one line.
+one; JSONL grows a line at a time, and a line cut short does not count. Every reader turns a missing, corrupt or
+unexpected file into a ValueError that names it; the command line prints that as one line.
 """
 import json
 import os
@@ -81,7 +81,9 @@ def unpack_optimizer(prefix: str, parameters: dict[str, Tensor], optimizer, tens
     for name, parameter in parameters.items():
         state = {key: tensors[f"{prefix}.{key}.{name}"] for key in ("step", "exp_avg", "exp_avg_sq")
                  if f"{prefix}.{key}.{name}" in tensors}
-        optimizer.state[parameter] = {key: value if key == "step" else value.to(parameter.device) for key, value in state.items()}
+        # AdamW keeps its step count on the CPU, unless it is fused.
+        optimizer.state[parameter] = {key: value.to(parameter.device) if key != "step" or optimizer.defaults["fused"] else value
+                                      for key, value in state.items()}
 
 
 def append_line(file: Path, record: dict) -> None:
@@ -94,7 +96,7 @@ def write_lines(file: Path, records: list[dict]) -> None:
 
 
 def read_lines(file: Path) -> list[dict]:
-    """The records of a JSONL file, each with a step; a crash may have cut the last line short, which then does not count."""
+    """The records of a JSONL file, each with a step; a last line that a crash cut short does not count."""
     if not file.exists():
         return []
     try:

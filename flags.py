@@ -38,6 +38,8 @@ def check(value, kind: type, limits: dict):
     low, above, high, choices = (limits[key] for key in ("low", "above", "high", "choices"))
     if type(value) is not kind and not (kind is float and type(value) is int):
         return f"{value!r} is not a {kind.__name__}"
+    if kind is tuple and not all(type(part) is str for part in value):
+        return f"{value!r} is not a list of names"
     if kind is float and not math.isfinite(value):
         return f"{value} is not a finite number"
     if choices and value not in choices:

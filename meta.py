@@ -22,7 +22,8 @@ import lora
 
 class LearnedWeights:
     def __init__(self, lambda_ss: float, lambda_sus: float, learning_rate: float):
-        self.raw = torch.tensor([lambda_ss, lambda_sus]).clamp(min=1e-3).expm1().log()          # inverse softplus
+        values = torch.tensor([lambda_ss, lambda_sus]).clamp(min=1e-3)   # softplus never reaches zero
+        self.raw = values + (-(-values).expm1()).log()                  # inverse softplus, stable for large values
         self.learning_rate, self.pending = learning_rate, None                                   # (2, n) part gradients
 
     def values(self) -> tuple[float, float]:
@@ -33,8 +34,8 @@ class LearnedWeights:
         """On one batch remember what each part of the bonus pulls at; on the next ask the task about it."""
         settings = replace(settings, kl=0.0)
         if self.pending is None:
-            self.pending = torch.stack([policy_gradient(model, prompts, rollout, part_advantages(part, rewards, normalise), settings)
-                                        for part in parts])
+            self.pending = torch.stack([
+                policy_gradient(model, prompts, rollout, part_advantages(part, rewards, normalise), settings) for part in parts])
         else:
             self.learn(policy_gradient(model, prompts, rollout, grpo.group_advantages(correct, normalise), settings))
 
@@ -48,7 +49,10 @@ class LearnedWeights:
 def part_advantages(part: Tensor, rewards: Tensor, normalise: str) -> Tensor:
     """What one part (B, G) of the rewards contributes to their advantages: linear, with the deviation of the whole."""
     centred = part - part.mean(1, keepdim=True)
-    return centred / (rewards.std(1, keepdim=True) + 1e-4) if normalise == "std" else centred
+    if normalise == "std":
+        centred = centred / (rewards.std(1, keepdim=True) + 1e-4)
+    equal = rewards.amax(1, keepdim=True) == rewards.amin(1, keepdim=True)      # as in grpo.group_advantages
+    return centred.masked_fill(equal, 0.0)
 
 
 def policy_gradient(model, prompts, rollout, advantages: Tensor, settings: grpo.LossSettings) -> Tensor:

@@ -85,7 +85,7 @@ def gate(correct: Tensor, name: str) -> Tensor:
 
 def augment(extrinsic: Tensor, intrinsic: Tensor, alpha: float, open: Tensor) -> Tensor:
     """Eq. 1: r = r_ext + alpha r_int, where the gate is open."""
-    return extrinsic + alpha * intrinsic * open
+    return extrinsic + alpha * torch.where(open > 0, intrinsic, 0.0)
 
 
 def alpha_at(step: int, steps: int, alpha: float, decay: float) -> float:

@@ -131,8 +131,12 @@ class Replay:
         return Features(**{field.name: batch[field.name] for field in fields(Features)}), batch["correct"]
 
 
-def loss(networks: Networks, batch: Features, correct: Tensor, temperature: float, negatives: str) -> tuple[Tensor, dict]:
-    """The strategy prediction loss: contrast + expectation + success + world + distillation, and its parts."""
+def loss(networks: Networks, batch: Features, correct: Tensor, temperature: float, negatives: str,
+         together: bool = False) -> tuple[Tensor, dict]:
+    """The strategy prediction loss: contrast + expectation + success + world + distillation, and its parts.
+
+    together: the equations' reading embeds query and response as one, so E must tell those apart as well.
+    """
     first, second = batch.views.unbind(2)                                                        # (B, G, D) each
     contrastive, accuracy = contrast(networks.embed(first, "response"), networks.embed(second, "response", True).detach(),
                                      temperature, negatives)
@@ -147,6 +151,8 @@ def loss(networks: Networks, batch: Features, correct: Tensor, temperature: floa
     world = F.mse_loss(networks.next_state(batch.query, batch.response), networks.norms["both"](batch.both))
     distillation = networks.distillation_error(batch.response).mean()
     total = (contrastive + mirrored) / 2 + expectation + success + world + distillation
+    if together:
+        total = total + contrast(networks.embed(batch.both, "both"), achieved, temperature, negatives)[0]
     return total, {"contrastive_loss": contrastive.item(), "contrastive_accuracy": accuracy.item(),
                    "expectation_loss": expectation.item(), "success_loss": success.item(), "world_loss": world.item()}
 
@@ -170,6 +176,14 @@ class Frequencies:
 
 def nearest(points: Tensor, centres: Tensor) -> Tensor:
     return torch.cdist(points, centres).argmin(-1)
+
+
+def spread(points: Tensor, count: int) -> Tensor:
+    """Starting centres (count, d): each next one is the point farthest from those chosen so far."""
+    centres = points[:1]
+    while len(centres) < count:
+        centres = torch.cat((centres, points[torch.cdist(points, centres).amin(1).argmax()][None]))
+    return centres
 
 
 def k_means(points: Tensor, centres: Tensor, rounds: int) -> Tensor:
@@ -214,18 +228,20 @@ class Strategist:
         self.scale = Standardise(1).to(model.device)        # running statistics of the intrinsic reward
 
     def scaled(self, intrinsic: Tensor) -> Tensor:
-        """Divided by its running deviation, as RND does."""
+        """Divided by its running deviation, as RND does; a reward that hardly varies stays as it is."""
         self.scale.update(intrinsic[..., None])
-        return intrinsic / (self.scale.variance.sqrt() + 1e-5)
+        deviation = self.scale.variance.sqrt()
+        return intrinsic / torch.where(deviation > 1e-3, deviation, 1.0)
 
     def encode(self, prompts: list[list[int]], rollout: Rollout, queries: list[str], responses: list[str],
                loss: grpo.LossSettings, generator: torch.Generator) -> tuple[Features, Tensor | None]:
         """-> features, and the reference log-probabilities if the KL penalty needs them: one pass serves both."""
         settings = self.settings
+        if self.sentences:
+            reference = grpo.reference_logprobs(self.model, prompts, rollout, loss) if loss.kl else None
+            return self.sentences.features(queries, responses, generator), reference
         with encoder.Tap(self.model, settings.layer) as tap:
             reference = grpo.reference_logprobs(self.model, prompts, rollout, loss) if loss.kl else None
-        if self.sentences:
-            return self.sentences.features(queries, responses, generator), reference
         return encoder.base_features(self.model, prompts, rollout, settings.layer, loss.micro_batch, generator,
                                      tap.states if loss.kl else None), reference
 
@@ -242,7 +258,8 @@ class Strategist:
         z_post = achieved if algorithm else networks.embed(batch.both, "both")
         scale = batch.query.shape[-1] ** -0.5               # so that the norm of Eq. 3 does not grow with D
         if self.centres is None:
-            self.centres = achieved.flatten(0, 1)[:self.settings.clusters].clone()
+            seen = self.replay.store["response"][:min(self.replay.added, self.replay.capacity)].flatten(0, 1)
+            self.centres = spread(networks.embed(seen, "response", momentum=True), self.settings.clusters)
         self.centres = k_means(achieved.flatten(0, 1), self.centres, 1)
         cluster = nearest(achieved, self.centres)                                                # (B, G)
         names = [str(c) for c in cluster.flatten().tolist()]
@@ -260,7 +277,8 @@ class Strategist:
         settings, metrics = self.settings, {}
         for _ in range(count):
             batch, correct = self.replay.sample(settings.batch, generator)
-            total, metrics = loss(self.networks, batch, correct, settings.contrast_temperature, settings.negatives)
+            total, metrics = loss(self.networks, batch, correct, settings.contrast_temperature, settings.negatives,
+                                  together=settings.reading == "equations")
             self.optimizer.zero_grad()
             total.backward()
             self.optimizer.step()

@@ -118,6 +118,10 @@ class Run:
         self.config, self.folder = config, Path(config.run)
         lora.check(config.rank, config.lora_alpha, config.targets)      # cheap checks before the model is built
         self.problems = data.load(config.data, "train", config.train_problems, config.seed)
+        if config.method == "oracle" and not hasattr(self.problems[0], "strategy_of"):
+            raise ValueError(f"--method oracle reads true strategies, which {config.data} cannot tell: choose another method")
+        if config.learn_lambdas and config.method != "sus":
+            raise ValueError(f"--learn-lambdas weighs the two parts of --method sus, which {config.method} does not have")
         self.test = data.load(config.data, "test", config.eval_problems)
         self.policy = evaluate.open_policy(config.model, config.data, config.cache, config.device, config.dtype, config.rebuild)
         self.model = lora.apply(self.policy.model, config.rank, config.lora_alpha, config.targets, config.seed)
@@ -133,10 +137,6 @@ class Run:
             self.strategist = strategy.Strategist(self.model, strategy.Settings(
                 config.reading, config.layer, config.encoder, config.dimension, config.negatives, config.contrast_temperature,
                 config.momentum, config.strategy_rate, config.strategy_batch, config.buffer, config.clusters, config.seed))
-        if config.method == "oracle" and not hasattr(self.problems[0], "strategy_of"):
-            raise ValueError(f"--method oracle reads true strategies, which {config.data} cannot tell: choose another method")
-        if config.learn_lambdas and config.method != "sus":
-            raise ValueError(f"--learn-lambdas weighs the two parts of --method sus, which {config.method} does not have")
         if config.learn_lambdas:
             self.weights = meta.LearnedWeights(config.lambda_ss, config.lambda_sus, config.lambda_rate)
         self.step = 0                                       # steps taken
@@ -306,17 +306,18 @@ def train(run: Run) -> None:
 
 
 def start(config: Config) -> Run:
-    """Open everything; if that fails, leave no trace of a run."""
-    made = not (config.run and Path(config.run).exists())
+    """Open everything. A new run that cannot be opened leaves no folder behind."""
+    if config.resume:
+        run = Run(config)
+        write_json(run.folder / "config.json", asdict(replace(config, resume=False, rebuild=False)))
+        return run
     config = checkpoint.claim(config)
     try:
-        run = Run(config)
+        return Run(config)
     except BaseException:
-        if made:
-            Path(config.run).rmdir()
+        (Path(config.run) / "config.json").unlink()
+        Path(config.run).rmdir()
         raise
-    write_json(run.folder / "config.json", asdict(replace(config, resume=False, rebuild=False)))
-    return run
 
 
 def main(argv: list[str] | None = None) -> None:
