@@ -5,11 +5,11 @@
 1. One update on the default Countdown batch (32 problems x 8 responses, the tiny model's shape with random weights), by
    grpo.score and by grpo.score_naive in turns, and the same with prompts of 150 tokens: ratio of the times with its
    spread, and the difference of the two gradients.
-2. Whole steps with `--method sus` and `--method grpo` in turns, on the tiny model and on random weights in the shape of
-   a 135 million parameter model (2 problems x 8 responses x 64 tokens, KL penalty on): ratio of the times. Peak memory of
-   the large one is taken in a process of its own for each method.
+2. Whole steps with `--method sus` and `--method grpo` in turns on the tiny model: ratio of the times.
+3. Random weights in the shape of a 135 million parameter model (2 problems x 8 responses x 64 tokens, KL penalty on): the
+   time that SuS itself takes in a step, and peak memory with and without it, each in a process of its own.
 
-Ratios are medians of interleaved rounds, in parentheses the smallest and the largest. About seven minutes on two cores.
+Ratios are medians of interleaved rounds, in parentheses the smallest and the largest. About five minutes on two cores.
 """
 import resource
 import subprocess
@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+import encoder
 import grpo
 import lora
 import sample
@@ -96,6 +97,28 @@ def overhead(name: str, flags: list[str], rounds: int) -> None:
           f"({min(ratios):.3f} to {max(ratios):.3f})")
 
 
+def share(name: str, flags: list[str]) -> None:
+    """What SuS itself adds to a step: pooling the tapped states, signals and one minibatch. On a large model this is far
+    below the noise of two whole steps compared, so it is timed alone."""
+    run = make_run("sus", ["--alpha", "0", *flags])
+    begin = time.perf_counter()
+    train.train_step(run)
+    step, generator = time.perf_counter() - begin, torch.Generator().manual_seed(0)
+    prompts = [run.prompts[i] for i in run.batch(0)]
+    N, T, D = len(prompts) * SAMPLES, run.config.max_new_tokens, run.model.config.hidden_size
+    tapped = [torch.randn(len(prompts), max(map(len, prompts)), D), torch.randn(N, T - 1, D)]
+    rollout = sample.Rollout(torch.zeros(N, T, dtype=torch.long), torch.full((N,), T), torch.zeros(N, T), torch.ones(N).bool())
+    correct, seconds = torch.zeros(len(prompts), SAMPLES), []
+    for _ in range(ROUNDS):
+        begin = time.perf_counter()
+        found = encoder.base_features(run.model, prompts, rollout, 1, len(prompts), generator, tapped)
+        run.strategist.observe(found, correct)
+        run.strategist.signals(found, correct, rollout, [None] * N)
+        run.strategist.update(1, generator)
+        seconds.append(time.perf_counter() - begin)
+    print(f"{name}: SuS itself takes {1000 * sorted(seconds)[ROUNDS // 2]:.0f} ms of a step of {step:.1f} s")
+
+
 def peak_memory(method: str, folder: str) -> int:
     """Bytes, of three steps in a process of its own."""
     command = [sys.executable, __file__, "--memory", method, folder]
@@ -114,7 +137,7 @@ def main() -> None:
     overhead("tiny model", [], 30)
     with tempfile.TemporaryDirectory() as folder:
         make_large(Path(folder))
-        overhead("135 M shape", ["--model", folder, *LARGE_FLAGS], 6)
+        share("135 M shape", ["--model", folder, *LARGE_FLAGS])
         with_sus, without = peak_memory("sus", folder), peak_memory("grpo", folder)
         print(f"135 M shape: peak memory {with_sus / 2**30:.2f} GB with SuS, {without / 2**30:.2f} GB without: "
               f"{with_sus / without:.3f} times")
