@@ -129,18 +129,16 @@ class LossSettings:
     micro_batch: int = 8                # problems that go through the model at a time
 
 
-def micro_batches(problems: int, samples: int, size: int) -> list[tuple[int, slice]]:
-    """-> (first problem, rows of its responses) of each micro-batch."""
-    return [(b, slice(b * samples, min(b + size, problems) * samples)) for b in range(0, problems, size)]
-
-
 @torch.no_grad()
 def reference_logprobs(model: Transformer, prompts: list[list[int]], rollout: Rollout, settings: LossSettings) -> Tensor:
     """(N, T) under the base model: the same weights, adapters off."""
     samples, mask, size = len(rollout.ids) // len(prompts), rollout.mask(), settings.micro_batch
+    parts = []
     with lora.disabled(model):
-        return torch.cat([score(model, prompts[b:b + size], rollout.ids[rows], mask[rows], settings.temperature)
-                          for b, rows in micro_batches(len(prompts), samples, size)])
+        for b in range(0, len(prompts), size):
+            rows = slice(b * samples, (b + size) * samples)
+            parts.append(score(model, prompts[b:b + size], rollout.ids[rows], mask[rows], settings.temperature))
+    return torch.cat(parts)
 
 
 def accumulate_gradient(model: Transformer, prompts: list[list[int]], rollout: Rollout, advantages: Tensor,
