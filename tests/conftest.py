@@ -9,6 +9,7 @@ import torch
 import transformers
 
 import evaluate
+import lora
 import tiny
 from model import ModelConfig, Transformer
 
@@ -35,6 +36,14 @@ def small_model(family: str = "qwen2", seed: int = 0, **changes) -> Transformer:
         if "norm" in name:
             parameter.data += 1
     return model.requires_grad_(False)
+
+
+def adapted(family: str = "qwen2", rank: int = 4, size: float = 0.1, **options) -> Transformer:
+    """The same with adapters that do something."""
+    model = lora.apply(small_model(family), rank, **options)
+    for i, parameter in enumerate(lora.parameters(model).values()):
+        parameter.data += size * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(i))
+    return model
 
 
 @pytest.fixture(scope="session")

@@ -5,11 +5,10 @@ import os
 import pytest
 import torch
 import transformers
-from conftest import make_sentence_encoder, small_model
+from conftest import adapted, make_sentence_encoder, small_model
 
 import encoder
 import grpo
-import lora
 from sample import generate
 
 PROMPTS = [[3, 4, 5, 6], [7, 8], [9, 10, 11]]
@@ -21,10 +20,7 @@ def seeded(seed=0):
 
 @pytest.fixture
 def model():
-    model = lora.apply(small_model(), 4)
-    for i, parameter in enumerate(lora.parameters(model).values()):
-        parameter.data += 0.1 * torch.randn(parameter.shape, generator=seeded(i))
-    return model
+    return adapted()
 
 
 def test_pooling_by_hand():

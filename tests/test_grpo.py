@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
-from conftest import small_model
+from conftest import adapted, small_model
 from peft import PeftModel
 
 import grpo
@@ -15,13 +15,6 @@ from sample import generate
 
 PROMPTS = [[3, 4, 5, 6], [7, 8], [9, 10, 11, 12, 13], [14]]
 ADVANTAGES = torch.tensor([[1.0, -1.0, 0.5], [0.0, 0.0, 0.0], [-0.3, 0.7, -0.4], [2.0, -1.0, -1.0]])
-
-
-def adapted(size=0.1):
-    model = lora.apply(small_model(), 4)
-    for i, parameter in enumerate(lora.parameters(model).values()):
-        parameter.data += size * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(i))
-    return model
 
 
 @pytest.fixture

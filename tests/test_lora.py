@@ -4,7 +4,7 @@ import json
 import pytest
 import torch
 import transformers
-from conftest import small_model
+from conftest import adapted, small_model
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 
@@ -13,17 +13,9 @@ import lora
 IDS = torch.arange(24).view(2, 12)
 
 
-def adapted(family="qwen2", rank=4, **options):
-    """A model with adapters that do something."""
-    model = lora.apply(small_model(family), rank, **options)
-    for i, parameter in enumerate(lora.parameters(model).values()):
-        parameter.data += 0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(i))
-    return model
-
-
 @pytest.mark.parametrize("family, targets", [("qwen2", lora.TARGETS), ("llama", ("q_proj", "v_proj")), ("qwen3", ("down_proj",))])
 def test_peft_loads_ours(family, targets, tmp_path):
-    model = adapted(family, alpha=10, targets=targets)
+    model = adapted(family, size=0.2, alpha=10, targets=targets)
     small_model(family).save_pretrained(tmp_path / "base")
     lora.save(model, tmp_path / "adapter", base="somewhere/base")
     theirs = PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter")
@@ -47,7 +39,7 @@ def test_ours_loads_pefts(targets, tmp_path):
 def test_a_fresh_adapter_is_invisible_and_disabled_is_the_base():
     base = small_model()(IDS)
     assert torch.equal(lora.apply(small_model())(IDS), base)
-    model = adapted()
+    model = adapted(size=0.2)
     with lora.disabled(model):
         assert torch.equal(model(IDS), base)
     assert not torch.equal(model(IDS), base)
@@ -55,7 +47,7 @@ def test_a_fresh_adapter_is_invisible_and_disabled_is_the_base():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_merging_keeps_the_function_and_restores_the_bits(dtype):
-    model = adapted()
+    model = adapted(size=0.2)
     for name, parameter in model.named_parameters():
         if "lora_" not in name:
             parameter.data = parameter.data.to(dtype)
@@ -79,11 +71,11 @@ def test_adapters_are_fp32_on_any_base_and_only_they_learn():
 
 
 def test_a_saved_adapter_comes_back_bit_for_bit(tmp_path):
-    model = adapted(rank=5, alpha=3)
+    model = adapted(rank=5, size=0.2, alpha=3)
     lora.save(model, tmp_path)
     again = lora.load(small_model(), tmp_path)
     assert torch.equal(model(IDS), again(IDS))
-    assert torch.equal(lora.load(adapted(rank=5), tmp_path)(IDS), again(IDS))            # over an adapter that is there
+    assert torch.equal(lora.load(adapted(rank=5, size=0.2), tmp_path)(IDS), again(IDS))            # over an adapter that is there
 
 
 def test_targets_and_ranks_that_make_no_sense():
@@ -111,13 +103,13 @@ def reshape(folder):
     (lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"junk"), "readable"),
     (lambda folder: (folder / "adapter_config.json").unlink(), "adapter_config.json")])
 def test_a_damaged_adapter_is_one_clear_error(damage, word, tmp_path):
-    lora.save(adapted(), tmp_path)
+    lora.save(adapted(size=0.2), tmp_path)
     damage(tmp_path)
     with pytest.raises(ValueError, match=word):
         lora.load(small_model(), tmp_path)
 
 
 def test_an_adapter_of_another_model(tmp_path):
-    lora.save(adapted("qwen2"), tmp_path)
+    lora.save(adapted("qwen2", size=0.2), tmp_path)
     with pytest.raises(ValueError, match="shape|unexpected"):
         lora.load(small_model("llama"), tmp_path)

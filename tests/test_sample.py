@@ -1,9 +1,8 @@
 """The sampler: exactly the distribution that training scores, whatever the batch looks like."""
 import pytest
 import torch
-from conftest import small_model
+from conftest import adapted, small_model
 
-import lora
 from grpo import score_naive
 from sample import draw, generate, pad_left
 
@@ -12,13 +11,6 @@ PROMPTS = [[3, 4, 5, 6], [7, 8], [9, 10, 11]]
 
 def seeded(seed=0):
     return torch.Generator().manual_seed(seed)
-
-
-def adapted():
-    model = lora.apply(small_model(), 4)
-    for i, parameter in enumerate(lora.parameters(model).values()):
-        parameter.data += 0.1 * torch.randn(parameter.shape, generator=seeded(i))
-    return model
 
 
 def test_same_seed_same_tokens():
