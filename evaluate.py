@@ -19,12 +19,15 @@ from tqdm import tqdm
 from transformers import AutoTokenizer
 
 import data
+import encoder
 import lora
 import sample
+import strategy
 import tiny
 from files import find_model_folder, read_json, write_json
 from flags import fail, from_saved, knob, parse
 from model import Transformer
+from ruler import Ruler
 
 KS = (1, 5, 16)
 DEVICES, DTYPES = ("auto", "cpu", "cuda", "mps"), ("auto", "float32", "bfloat16")
@@ -34,7 +37,8 @@ DEVICES, DTYPES = ("auto", "cpu", "cuda", "mps"), ("auto", "float32", "bfloat16"
 class Config:
     path: str = knob("", "a run folder of train.py, a model folder, or a hub id")
     data: str = knob("countdown", "problems to evaluate on; a run brings its own", group="What is measured")
-    problems: int = knob(200, "test problems; a run brings its own", low=1)
+    split: str = knob("test", "of the data; a run brings its own", choices=("test", "validation"))
+    problems: int = knob(200, "how many problems; a run brings its own", low=1)
     samples: int = knob(16, "responses to each; a run brings its own", low=1)
     temperature: float = knob(1.0, "sampling temperature, 0 is greedy; a run brings its own", low=0)
     max_new_tokens: int = knob(32, "longest response; a run brings its own", low=1)
@@ -103,20 +107,37 @@ def entropy(counts: Tensor) -> Tensor:
     return torch.special.entr(frequencies).sum(-1)
 
 
+@dataclass
+class Measured:
+    """An evaluation: its metrics, a record a problem for people to read, and the ruler that was used."""
+    metrics: dict
+    samples: list[dict]
+    ruler: Ruler
+
+
 def evaluate(policy: Policy, problems: list, samples: int, temperature: float, max_new_tokens: int, seed: int = 0,
-             progress: bool = False, batch: int = 32) -> dict:
-    """Sample and measure -> the contents of evaluation.json."""
-    generator, responses = torch.Generator().manual_seed(seed), []
+             progress: bool = False, ruler: Ruler | None = None, batch: int = 32) -> Measured:
+    """Sample and measure. Without a ruler one is fitted to these very responses."""
+    generator, responses, found = torch.Generator().manual_seed(seed), [], []
     prompts = policy.encode(problems)
     for i in tqdm(range(0, len(prompts), batch), "evaluating", disable=not progress, leave=False):
         rollout = sample.generate(policy.model, prompts[i:i + batch], samples, max_new_tokens, temperature,
                                   policy.eos_ids, generator)
         responses += policy.decode(rollout)
+        found.append(encoder.base_features(policy.model, prompts[i:i + batch], rollout, strategy.Settings().layer, batch, generator))
+    features = encoder.join(found)
+    ruler = ruler or Ruler.fit(policy.model, features)
+    clusters, places = (part.tolist() for part in ruler.read(features))
     groups = [responses[i:i + samples] for i in range(0, len(responses), samples)]
-    return measure(problems, groups, seed)
+    metrics = measure(problems, groups, seed, clusters)
+    records = [{"question": problem.prompt, "responses": [
+        {"text": text, "correct": problem.judge(text), "cluster": cluster, "place": place,
+         **({"strategy": problem.strategy_of(text)} if hasattr(problem, "strategy_of") else {})}
+        for text, cluster, place in zip(group, *others)]} for problem, group, *others in zip(problems, groups, clusters, places)]
+    return Measured(metrics, records, ruler)
 
 
-def measure(problems: list, groups: list[list[str]], seed: int = 0) -> dict:
+def measure(problems: list, groups: list[list[str]], seed: int = 0, clusters: list[list[int]] | None = None) -> dict:
     """Judge each problem's responses -> metrics with their intervals. None where a task cannot tell."""
     samples = len(groups[0])
     correct = [round(sum(map(problem.judge, group))) for problem, group in zip(problems, groups)]
@@ -124,10 +145,13 @@ def measure(problems: list, groups: list[list[str]], seed: int = 0) -> dict:
     shares["distinct"] = [len(set(group)) / samples for group in groups]
     if hasattr(problems[0], "valid"):
         shares["valid"] = [sum(map(problem.valid, group)) / samples for problem, group in zip(problems, groups)]
-    counts = {}
-    for name, reader in (("strategy_entropy", "strategy_of"), ("path_entropy", "path_of")):
+    counts = {"cluster_entropy": count(clusters)[1]} if clusters else {}
+    strategies = None
+    for name, reader in (("path_entropy", "path_of"), ("strategy_entropy", "strategy_of")):
         if hasattr(problems[0], reader):
-            counts[name] = count(list(map(getattr(problem, reader), group)) for problem, group in zip(problems, groups))
+            names, counts[name] = count([list(map(getattr(problem, reader), group)) for problem, group in zip(problems, groups)])
+            shown = counts[name].sum(0)
+            strategies = dict(zip(names, (shown / shown.sum().clamp(min=1)).tolist()))
     # Row 0 weighs every problem once, the others are 1,000 draws of the problems with replacement.
     n, generator = len(problems), torch.Generator().manual_seed(seed)
     drawn = torch.randint(n, (1000, n), generator=generator)
@@ -135,23 +159,31 @@ def measure(problems: list, groups: list[list[str]], seed: int = 0) -> dict:
     values = {name: weights @ torch.tensor(share, dtype=torch.float64) / n for name, share in shares.items()}
     values |= {name: entropy(weights @ table) for name, table in counts.items()}
     quantiles = torch.tensor([0.025, 0.975], dtype=torch.float64)
-    result = dict.fromkeys(("pass@1", "pass@5", "pass@16", "strategy_entropy", "path_entropy", "valid", "distinct"))
+    result = dict.fromkeys(("pass@1", "pass@5", "pass@16", "strategy_entropy", "path_entropy", "cluster_entropy", "valid", "distinct"))
     result |= {name: value[0].item() for name, value in values.items()}
+    result["pass_curve"] = [sum(pass_at_k(samples, c, k) for c in correct) / n for k in range(1, samples + 1)]
+    result["strategies"] = strategies
     result["intervals"] = {name: value[1:].quantile(quantiles).tolist() for name, value in values.items()}
     return result | {"problems": n, "samples": samples, "seed": seed}
 
 
-def count(labels_of_each_problem) -> Tensor:
-    """Lists of labels, None for none -> how often each problem's responses show each label, (problems, K)."""
-    tables = [Counter(label for label in labels if label is not None) for labels in labels_of_each_problem]
+def count(labels: list[list]) -> tuple[list, Tensor]:
+    """Each problem's labels, None for none -> the labels there are (K), and how often each problem shows each, (problems, K)."""
+    tables = [Counter(label for label in row if label is not None) for row in labels]
     names = sorted(set().union(*tables)) or [""]
-    return torch.tensor([[table[name] for name in names] for table in tables], dtype=torch.float64)
+    return names, torch.tensor([[table[name] for name in names] for table in tables], dtype=torch.float64)
+
+
+def lost(before: dict, after: dict) -> list[str]:
+    """The strategies that had at least 1 % of the legal responses and have less than 0.1 % now."""
+    had, has = before.get("strategies") or {}, after.get("strategies") or {}
+    return [name for name, share in had.items() if share >= 0.01 and has.get(name, 0.0) < 0.001]
 
 
 def table(columns: dict[str, dict]) -> str:
     """{heading: result} -> the small table that people read."""
     lines = [f"{'':18}" + "".join(f"{heading:>24}" for heading in columns)]
-    for name in ("pass@1", "pass@5", "pass@16", "strategy_entropy", "valid", "distinct"):
+    for name in ("pass@1", "pass@5", "pass@16", "strategy_entropy", "cluster_entropy", "valid", "distinct"):
         cells = []
         for result in columns.values():
             if result.get(name) is None:
@@ -164,22 +196,24 @@ def table(columns: dict[str, dict]) -> str:
     return "\n".join(lines)
 
 
-def measure_path(config: Config, given: set[str]) -> dict:
+def measure_path(config: Config, given: set[str]) -> Measured:
     """Evaluate what the command line names: a run with the settings in its folder, unless flags say otherwise."""
     path, model, base_task = Path(config.path), config.path, config.data
     is_run = (path / "config.json").is_file() and "method" in read_json(path / "config.json")
     if is_run:
         from train import Config as RunConfig               # here, since train.py imports this file
         saved = from_saved(RunConfig, read_json(path / "config.json"), str(path / "config.json"))
-        settings = {**asdict(saved), "problems": saved.eval_problems, "samples": saved.eval_samples}
-        taken = {name: settings[name] for name in ("data", "temperature", "max_new_tokens", "problems", "samples", "dtype", "cache")
+        settings = {**asdict(saved), "split": saved.eval_split, "problems": saved.eval_problems, "samples": saved.eval_samples}
+        taken = {name: settings[name] for name in ("data", "split", "temperature", "max_new_tokens", "problems", "samples", "dtype", "cache")
                  if name not in given}
         config, model, base_task = replace(config, **taken), saved.model, saved.data
-    problems = data.load(config.data, "test", config.problems)
+    problems = data.load(config.data, config.split, config.problems)
     policy = open_policy(model, base_task, config.cache, config.device, config.dtype)
+    ruler = None
     if is_run:
         lora.load(policy.model, path / "adapter")
-    return evaluate(policy, problems, config.samples, config.temperature, config.max_new_tokens, config.seed, progress=True)
+        ruler = Ruler.load(path / "ruler.safetensors", policy.model) if (path / "ruler.safetensors").exists() else None
+    return evaluate(policy, problems, config.samples, config.temperature, config.max_new_tokens, config.seed, True, ruler)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -187,7 +221,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         if config.output and (Path(config.output).is_dir() or not Path(config.output).absolute().parent.is_dir()):
             raise ValueError(f"--output {config.output}: expected a file in a folder that exists")
-        result = measure_path(config, given)
+        result = measure_path(config, given).metrics
         print(table({Path(config.path).name: result}))
         if config.output:
             write_json(Path(config.output), result)

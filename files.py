@@ -95,18 +95,18 @@ def write_lines(file: Path, records: list[dict]) -> None:
     write_text(file, "".join(json.dumps(record) + "\n" for record in records))
 
 
-def read_lines(file: Path) -> list[dict]:
-    """The records of a JSONL file, each with a step; a last line that a crash cut short does not count."""
+def read_lines(file: Path, key: str = "step") -> list[dict]:
+    """The records of a JSONL file, each with this key; a last line that a crash cut short does not count."""
     if not file.exists():
         return []
     try:
         lines = [line for line in file.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
         records = [json.loads(line) for line in lines]
-        if all(isinstance(record, dict) and type(record.get("step")) is int for record in records):
+        if all(isinstance(record, dict) and type(record.get(key)) is (int if key == "step" else str) for record in records):
             return records
     except (OSError, ValueError, RecursionError):
         pass
-    raise ValueError(f"{file} is damaged: expected a JSON object with a step on every line; move it away to go on without it")
+    raise ValueError(f"{file} is damaged: expected a JSON object with a {key} on every line; move it away to go on without it")
 
 
 def find_model_folder(path: str | Path) -> Path:

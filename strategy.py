@@ -99,14 +99,20 @@ class Networks(nn.Module):
             slow.lerp_(fast, 1 - momentum)
 
 
-def contrast(anchors: Tensor, targets: Tensor, temperature: float, negatives: str) -> tuple[Tensor, Tensor]:
+def contrast(anchors: Tensor, targets: Tensor, temperature: float, negatives: str, same: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """InfoNCE: anchors, targets (B, G, d) -> (loss, share of anchors nearest to their own target).
 
-    A row's positive is its own other view; its negatives are the group's other rows, or all other rows.
+    A row's positive is its own other view; its negatives are the group's other rows, or all other rows. same (B, G, G):
+    pairs of a group that say the same, which a policy with few strategies has many of; they are no negatives.
     """
+    if same is not None:
+        same = same & ~torch.eye(same.shape[1], dtype=torch.bool, device=same.device)
     if negatives == "batch":
         anchors, targets = anchors.flatten(0, 1)[None], targets.flatten(0, 1)[None]
+        same = None if same is None else torch.block_diag(*same)[None]
     logits = anchors @ targets.transpose(1, 2) / temperature                                     # (B, G, G)
+    if same is not None:
+        logits = logits.masked_fill(same, -torch.inf)
     labels = torch.arange(logits.shape[1], device=logits.device).expand(logits.shape[:2])
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten()), (logits.argmax(-1) == labels).float().mean()
 
@@ -126,7 +132,7 @@ class Replay:
         self.added += len(correct)
 
     def sample(self, count: int, generator: torch.Generator) -> tuple[Features, Tensor]:
-        rows = torch.randint(min(self.added, self.capacity), (count,), generator=generator)
+        rows = torch.randperm(min(self.added, self.capacity), generator=generator)[:count]
         batch = {name: value[rows.to(value.device)] for name, value in self.store.items()}
         return Features(**{field.name: batch[field.name] for field in fields(Features)}), batch["correct"]
 
@@ -137,11 +143,12 @@ def loss(networks: Networks, batch: Features, correct: Tensor, temperature: floa
 
     together: the equations' reading embeds query and response as one, so E must tell those apart as well.
     """
+    same = (batch.response[:, :, None] - batch.response[:, None]).abs().amax(-1) < 1e-4          # (B, G, G)
     first, second = batch.views.unbind(2)                                                        # (B, G, D) each
     contrastive, accuracy = contrast(networks.embed(first, "response"), networks.embed(second, "response", True).detach(),
-                                     temperature, negatives)
+                                     temperature, negatives, same)
     mirrored, _ = contrast(networks.embed(second, "response"), networks.embed(first, "response", True).detach(),
-                           temperature, negatives)
+                           temperature, negatives, same)
     with torch.no_grad():
         achieved = networks.embed(batch.response, "response", True)                              # (B, G, d)
     expected = networks.embed(batch.query, "query")[:, None]                                     # (B, 1, d)
@@ -152,7 +159,7 @@ def loss(networks: Networks, batch: Features, correct: Tensor, temperature: floa
     distillation = networks.distillation_error(batch.response).mean()
     total = (contrastive + mirrored) / 2 + expectation + success + world + distillation
     if together:
-        total = total + contrast(networks.embed(batch.both, "both"), achieved, temperature, negatives)[0]
+        total = total + contrast(networks.embed(batch.both, "both"), achieved, temperature, negatives, same)[0]
     return total, {"contrastive_loss": contrastive.item(), "contrastive_accuracy": accuracy.item(),
                    "expectation_loss": expectation.item(), "success_loss": success.item(), "world_loss": world.item()}
 

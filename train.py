@@ -30,11 +30,13 @@ import evaluate
 import grpo
 import lora
 import meta
+import plot
 import reward
 import sample
 import strategy
-from files import append_line, read_lines, write_json
+from files import append_line, read_lines, write_json, write_lines
 from flags import fail, knob, parse
+from ruler import Ruler
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,7 @@ class Config:
     micro_batch: int = knob(32, "problems that go through the model at a time: lower it to save memory", low=1)
 
     eval_every: int = knob(0, "steps between evaluations; 0 evaluates before and after only", low=0, group="The evaluation")
+    eval_split: str = knob("test", "problems to evaluate on: test to report, validation to tune", choices=("test", "validation"))
     eval_problems: int = knob(200, "test problems", low=1)
     eval_samples: int = knob(16, "responses to each", low=1)
 
@@ -122,7 +125,7 @@ class Run:
             raise ValueError(f"--method oracle reads true strategies, which {config.data} cannot tell: choose another method")
         if config.learn_lambdas and config.method != "sus":
             raise ValueError(f"--learn-lambdas weighs the two parts of --method sus, which {config.method} does not have")
-        self.test = data.load(config.data, "test", config.eval_problems)
+        self.test = data.load(config.data, config.eval_split, config.eval_problems)
         self.policy = evaluate.open_policy(config.model, config.data, config.cache, config.device, config.dtype, config.rebuild)
         self.model = lora.apply(self.policy.model, config.rank, config.lora_alpha, config.targets, config.seed)
         self.prompts = self.policy.encode(self.problems)
@@ -169,8 +172,14 @@ class Run:
         config, file = self.config, self.folder / "evaluations.jsonl"
         known = {record["step"]: record for record in read_lines(file)}
         if self.step not in known:
-            known[self.step] = {"step": self.step, **evaluate.evaluate(
-                self.policy, self.test, config.eval_samples, config.temperature, config.max_new_tokens, progress=True)}
+            ruler = self.folder / "ruler.safetensors"
+            measured = evaluate.evaluate(
+                self.policy, self.test, config.eval_samples, config.temperature, config.max_new_tokens, progress=True,
+                ruler=Ruler.load(ruler, self.model) if ruler.exists() else None)
+            if not ruler.exists():
+                measured.ruler.save(ruler)
+            known[self.step] = {"step": self.step, **measured.metrics}
+            write_lines(self.folder / f"samples-{'before' if not self.step else 'after'}.jsonl", measured.samples)
             append_line(file, known[self.step])
         return known[self.step]
 
@@ -341,6 +350,12 @@ def main(argv: list[str] | None = None) -> None:
         print(f"\nstopped after {run.step if run else 0} steps. {how}", file=sys.stderr)
         sys.exit(130)
     print(evaluate.table({**({"before": before} if before else {}), f"after {after['step']} steps": after}))
+    if before and (gone := evaluate.lost(before, after)):
+        print(f"lost strategies: {'  '.join(gone)}")
+    try:
+        print(f"curves: {plot.draw(plot.find_runs([str(run.folder)]), run.folder, (plot.training,))[0]}")
+    except ValueError as error:
+        print(f"no curves: {error}, then python plot.py {run.folder}")
     print(f"config.json, metrics.jsonl, evaluation.json, adapter/ and checkpoint/ are in {run.folder}")
 
 

@@ -1,5 +1,7 @@
 """Fixtures: the real tiny base model, built once a session, and small random models of every family."""
+import math
 import os
+from collections import Counter
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")                # no test may reach for the network
@@ -69,3 +71,10 @@ def make_sentence_encoder(folder):
     torch.manual_seed(0)
     transformers.BertModel(transformers.BertConfig(vocab_size=len(words), hidden_size=20, num_hidden_layers=2, num_attention_heads=2,
                                                    intermediate_size=30, max_position_embeddings=40)).save_pretrained(folder)
+
+
+def mutual_information(a, b):
+    """Normalised: 2 I(a; b) / (H(a) + H(b))."""
+    n, joint, first, second = len(a), Counter(zip(a, b)), Counter(a), Counter(b)
+    information = sum(c / n * math.log(c * n / (first[x] * second[y])) for (x, y), c in joint.items())
+    return 2 * information / sum(-sum(c / n * math.log(c / n) for c in counts.values()) for counts in (first, second))

@@ -71,7 +71,7 @@ def test_random_attempts_are_legal_and_cover_all_strategies():
     rng, seen = random.Random(0), set()
     for size in (3, 4):
         for _ in range(1000):
-            numbers = data.random_numbers(size, rng)
+            numbers = data.random_problem(size, rng).numbers
             response, result = data.attempt(numbers, rng)
             assert Countdown(numbers, result).judge(response) == 1 and result <= data.LARGEST_RESULT
             seen.add(Countdown(numbers, result).strategy_of(response))
@@ -81,11 +81,16 @@ def test_random_attempts_are_legal_and_cover_all_strategies():
 def test_splits_are_disjoint_whatever_the_seeds_and_deterministic():
     def keys(problems):
         return [(tuple(sorted(p.numbers)), p.target) for p in problems]
-    train = {key for seed in range(3) for key in keys(data.load("countdown", "train", 2000, seed))}
-    test = {key for seed in range(3) for key in keys(data.load("countdown", "test", 200, seed))}
-    assert not train & test
+    train, validation, test = ({key for seed in range(3) for key in keys(data.load("countdown", split, count, seed))}
+                               for split, count in (("train", 2000), ("validation", 200), ("test", 200)))
+    assert not train & test and not train & validation and not validation & test
     assert data.load("countdown4", "train", 50, 7) == data.load("countdown4", "train", 50, 7)
     assert data.load("countdown", "train", 50, 7) != data.load("countdown", "train", 50, 8)
+
+
+def test_adding_all_numbers_solves_one_problem_in_three():
+    problems = data.load("countdown", "test", 1000)
+    assert 0.28 < sum(sum(problem.numbers) == problem.target for problem in problems) / len(problems) < 0.38
 
 
 @pytest.mark.parametrize("name, count, word", [("chess", 5, "chess"), ("countdown", 0, "at least one")])

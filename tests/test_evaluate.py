@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from conftest import small_model
+from conftest import mutual_information, small_model
 from transformers import AutoTokenizer
 
 import data
@@ -41,6 +41,16 @@ def test_measure_by_hand():
     assert "pass@5" not in result["intervals"]
 
 
+def test_lost_strategies_and_cluster_entropy_by_hand():
+    problem = data.Countdown((1, 2, 3), 6)
+    before = evaluate.measure([problem] * 2, [["1+2=3;3+3=6", "3-2=1;1+1=2"]] * 2, clusters=[[0, 5], [0, 0]])
+    after = evaluate.measure([problem] * 2, [["1+2=3;3+3=6", "nonsense"]] * 2)
+    assert before["strategies"] == {"++": 0.5, "-+": 0.5} and after["strategies"] == {"++": 1.0}
+    assert before["cluster_entropy"] == pytest.approx(-0.75 * math.log(0.75) - 0.25 * math.log(0.25)) and after["cluster_entropy"] is None
+    assert before["pass_curve"] == [0.5, 1.0]
+    assert evaluate.lost(before, after) == ["-+"] and evaluate.lost(after, before) == [] and evaluate.lost({}, after) == []
+
+
 def test_intervals_cover_the_truth_about_as_often_as_they_say():
     generator, covered = torch.Generator().manual_seed(0), 0
     problem = data.Countdown((3, 8, 5), 19)
@@ -54,15 +64,21 @@ def test_intervals_cover_the_truth_about_as_often_as_they_say():
 
 def test_the_tiny_model_lands_where_exploration_matters(policy):
     problems = data.load("countdown", "test", 200)
-    first = evaluate.evaluate(policy, problems, 16, 1.0, 32, seed=3)
+    whole = evaluate.evaluate(policy, problems, 16, 1.0, 32, seed=3)
+    first = whole.metrics
     assert 0.05 <= first["pass@1"] <= 0.20
     assert first["pass@5"] >= 2.5 * first["pass@1"] and first["pass@16"] > first["pass@5"]
     assert first["valid"] >= 0.6 and first["strategy_entropy"] >= 1.5
-    assert first == evaluate.evaluate(policy, problems, 16, 1.0, 32, seed=3)
-    assert first != evaluate.evaluate(policy, problems, 16, 1.0, 32, seed=4)
-    for name in ("pass@1", "pass@5", "pass@16", "strategy_entropy", "valid", "distinct"):
+    assert first == evaluate.evaluate(policy, problems, 16, 1.0, 32, seed=3).metrics        # the ruler included
+    other = evaluate.evaluate(policy, problems, 16, 1.0, 32, seed=4, ruler=whole.ruler)
+    assert first != other.metrics and abs(first["cluster_entropy"] - other.metrics["cluster_entropy"]) < 0.1
+    labels = [(response["cluster"], response["strategy"]) for record in other.samples for response in record["responses"] if response["strategy"]]
+    assert mutual_information(*zip(*labels)) > 0.5
+    assert first["pass_curve"][0] == pytest.approx(first["pass@1"]) and first["pass_curve"] == sorted(first["pass_curve"])
+    assert first["pass_curve"][15] == pytest.approx(first["pass@16"]) and sum(first["strategies"].values()) == pytest.approx(1)
+    for name in ("pass@1", "pass@5", "pass@16", "strategy_entropy", "cluster_entropy", "valid", "distinct"):
         low, high = first["intervals"][name]
-        assert low < first[name] < high or name == "strategy_entropy"
+        assert low < first[name] < high or "entropy" in name
 
 
 def test_the_tiny_model_is_an_ordinary_folder(cache):

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import small_model
+from conftest import mutual_information, small_model
 
 import data
 import lora
@@ -176,13 +176,6 @@ def test_state_comes_back_bit_for_bit():
 def test_a_layer_that_is_not_there():
     with pytest.raises(ValueError, match="--layer 9"):
         make_strategist(layer=9)
-
-
-def mutual_information(a, b):
-    """Normalised: 2 I(a; b) / (H(a) + H(b))."""
-    n, joint, first, second = len(a), Counter(zip(a, b)), Counter(a), Counter(b)
-    information = sum(c / n * math.log(c * n / (first[x] * second[y])) for (x, y), c in joint.items())
-    return 2 * information / sum(-sum(c / n * math.log(c / n) for c in counts.values()) for counts in (first, second))
 
 
 def best_clusters(points, seed):

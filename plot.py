@@ -1,0 +1,289 @@
+"""Figures from run folders, as PNG files: one look per question.
+
+    python plot.py runs/reproduce           every figure that the runs in this folder can tell, into runs/reproduce
+    python plot.py runs/a runs/b --output figures
+
+Runs whose folders differ only in a number at the end are seeds of one setting: they share a line and a band, the 95 %
+interval of their mean. Reads config.json, metrics.jsonl, evaluations.jsonl and samples-*.jsonl; needs matplotlib.
+
+    story         pass@1, pass@5 and strategy entropy over training
+    passes        pass@k for k up to the number of samples, before and after training
+    diversity     entropy of true strategies and of clusters of embeddings over training
+    ablation      both parts, either part, none
+    intrinsic     SS and SuS over training
+    losses        what the policy and the strategy networks minimise
+    sensitivity   pass@1 and pass@5 against alpha, lambda_SS and lambda_SuS
+    embeddings    strategy embeddings in two dimensions, coloured by true strategy, before and after training
+"""
+import argparse
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from files import read_json, read_lines
+from flags import Parser, fail
+
+# Okabe and Ito's colours, which people with colour blindness can tell apart.
+COLOURS = {"sus": "#0072B2", "grpo": "#D55E00", "oracle": "#000000", "ss": "#009E73", "surprise": "#E69F00",
+           "perplexity": "#CC79A7", "base": "#999999"}
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442", "#000000", "#999999")
+NAMES = {"sus": "SuS", "grpo": "GRPO", "oracle": "oracle", "ss": "SS only", "surprise": "SuS only", "perplexity": "perplexity",
+         "base": "base model"}
+# Student's t, 97.5 %, by degrees of freedom; beyond them the normal value is close.
+STUDENT = (math.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+
+
+@dataclass
+class Run:
+    name: str               # the folder's name without the number at its end
+    seed: int
+    config: dict
+    metrics: list[dict]
+    evaluations: list[dict]
+    folder: Path
+
+    def final(self, metric: str) -> float:
+        return self.evaluations[-1][metric]
+
+
+def find_runs(paths: list[str]) -> list[Run]:
+    """Every finished or unfinished run in these folders, themselves included."""
+    runs = []
+    for path in map(Path, paths):
+        if not path.is_dir():
+            raise ValueError(f"{path} is not a folder: expected a run of train.py, or a folder that holds runs")
+        for file in sorted({path / "config.json", *path.rglob("config.json")}):
+            folder = file.parent
+            if not (file.exists() and (folder / "evaluations.jsonl").exists()):
+                continue
+            config = read_json(file)
+            if "method" in config and (evaluations := read_lines(folder / "evaluations.jsonl")):
+                runs.append(Run(re.sub(r"-\d+$", "", folder.name), config.get("seed", 0), config,
+                                read_lines(folder / "metrics.jsonl"), evaluations, folder))
+    if not runs:
+        raise ValueError(f"no run in {', '.join(paths)}: expected folders with config.json and evaluations.jsonl")
+    return runs
+
+
+def mean_and_half(values: list[float]) -> tuple[float, float]:
+    """Mean and half the width of its 95 % interval; a single value has none."""
+    n, mean = len(values), sum(values) / len(values)
+    if n < 2:
+        return mean, 0.0
+    deviation = math.sqrt(sum((value - mean) ** 2 for value in values) / (n - 1))
+    return mean, (STUDENT[n - 1] if n <= len(STUDENT) else 1.96) * deviation / math.sqrt(n)
+
+
+def grouped(runs: list[Run]) -> dict[str, list[Run]]:
+    """Runs by name, in the order in which COLOURS lists the known ones."""
+    names = sorted({run.name for run in runs}, key=lambda name: (name not in COLOURS, list(COLOURS).index(name) if name in COLOURS else name))
+    return {name: [run for run in runs if run.name == name] for name in names}
+
+
+def colour(name: str, names: list[str]) -> str:
+    known = name if name in COLOURS else name.split("-")[0]
+    taken = sum(other.split("-")[0] == known for other in names)
+    return COLOURS[known] if known in COLOURS and taken == 1 else PALETTE[names.index(name) % len(PALETTE)]
+
+
+def curves(axis, runs: list[Run], records: str, key: str, unit: float = 1, smooth: int = 1) -> bool:
+    """One line a name with its band over seeds -> is there anything to see?"""
+    groups, drawn = grouped(runs), False
+    for name, members in groups.items():
+        series: dict[int, list[float]] = {}
+        for run in members:
+            rows = [(row["step"], row[key] * unit) for row in getattr(run, records) if row.get(key) is not None]
+            for i in range(0, len(rows) - smooth + 1, smooth):
+                window = rows[i:i + smooth]
+                series.setdefault(window[-1][0], []).append(sum(value for _, value in window) / len(window))
+        if not series:
+            continue
+        steps, bands = sorted(series), [mean_and_half(series[step]) for step in sorted(series)]
+        line, = axis.plot(steps, [mean for mean, _ in bands], color=colour(name, list(groups)), label=NAMES.get(name, name),
+                          linestyle="--" if name == "oracle" else "-", marker="o" if len(steps) < 12 else "", markersize=3)
+        axis.fill_between(steps, [mean - half for mean, half in bands], [mean + half for mean, half in bands],
+                          color=line.get_color(), alpha=0.18, linewidth=0)
+        drawn = True
+    axis.set_xlabel("training step"), axis.spines[["top", "right"]].set_visible(False), axis.grid(alpha=0.25)
+    return drawn
+
+
+def panels(count: int, width: float = 4.2, height: float = 3.4):
+    from matplotlib.figure import Figure                    # no window, no global state
+    figure = Figure(figsize=(width * count, height), layout="constrained")
+    return figure, [figure.add_subplot(1, count, i + 1) for i in range(count)]
+
+
+def line_figure(runs: list[Run], title: str, parts: list[tuple], records: str = "evaluations", smooth: int = 1):
+    """parts: (key, heading, unit). The lines are named once, beside the last panel."""
+    parts = [part for part in parts if any(row.get(part[0]) is not None for run in runs for row in getattr(run, records))]
+    if not parts:
+        return None
+    figure, axes = panels(len(parts))
+    for axis, (key, heading, unit) in zip(axes, parts):
+        curves(axis, runs, records, key, unit, smooth)
+        axis.set_title(heading, fontsize=11)
+        axis.set_ylim(bottom=min(0, axis.get_ylim()[0]))
+    if len(grouped(runs)) > 1:
+        axes[-1].legend(frameon=False, fontsize=9)
+    figure.suptitle(title, fontsize=12)
+    return figure
+
+
+def story(runs: list[Run]):
+    shown = [run for run in runs if run.name in ("sus", "grpo", "oracle")] or runs
+    return line_figure(shown, "What training does to a policy's strategies", [
+        ("pass@1", "right at the first try (pass@1, %)", 100), ("pass@5", "right within five tries (pass@5, %)", 100),
+        ("strategy_entropy", "strategies in use (entropy, nats)", 1)])
+
+
+def diversity(runs: list[Run]):
+    return line_figure(runs, "Diversity over training", [
+        ("strategy_entropy", "entropy of true strategies (nats)", 1), ("cluster_entropy", "entropy of embedding clusters (nats)", 1)])
+
+
+def intrinsic(runs: list[Run]):
+    shown = [run for run in runs if run.name == "sus"] or [run for run in runs if run.config["method"] == "sus"]
+    return line_figure(shown, "The two parts of the intrinsic reward over training (means over all responses)", [
+        ("ss", "SS: distance from the expected strategy", 1), ("sus", "SuS: surprise about success", 1),
+        ("bonus_share", "share of the advantages that it decides", 1)], "metrics", 10) if shown else None
+
+
+def losses(runs: list[Run]):
+    shown = [run for run in runs if run.name in ("sus", "grpo")] or runs
+    return line_figure(shown, "Losses over training", [
+        ("loss", "policy", 1), ("contrastive_loss", "E, InfoNCE", 1), ("expectation_loss", "E(query)", 1),
+        ("success_loss", "P, cross-entropy", 1), ("world_loss", "M, squared error", 1)], "metrics", 10)
+
+
+def training(runs: list[Run]):
+    """What one run can tell about itself, from its metrics alone."""
+    return line_figure(runs, f"{runs[0].config['method']}, seed {runs[0].seed}", [
+        ("correct", "correct responses (%)", 100), ("entropy", "entropy a token (nats)", 1), ("ss", "SS", 1), ("sus", "SuS", 1)],
+        "metrics", max(1, len(runs[0].metrics) // 40))
+
+
+def passes(runs: list[Run]):
+    shown = {name: members for name, members in grouped(runs).items() if name in NAMES and name not in ("ss", "surprise")}
+    shown = {name: [run for run in members if run.evaluations[-1].get("pass_curve")] for name, members in shown.items()}
+    if not (shown := {name: members for name, members in shown.items() if members}):
+        return None
+    figure, (axis,) = panels(1, 5.5, 4)
+    base = next(iter(shown.values()))[0].evaluations[0]["pass_curve"]
+    lines = {"base": [base], **{name: [run.evaluations[-1]["pass_curve"] for run in members] for name, members in shown.items()}}
+    for name, found in lines.items():
+        bands = [mean_and_half([100 * value for value in column]) for column in zip(*found)]
+        ks = range(1, len(bands) + 1)
+        axis.plot(ks, [mean for mean, _ in bands], color=COLOURS[name], label=NAMES[name], linestyle="--" if name in ("oracle", "base") else "-")
+        axis.fill_between(ks, [m - h for m, h in bands], [m + h for m, h in bands], color=COLOURS[name], alpha=0.18, linewidth=0)
+    axis.set_title("How much do more tries help?"), axis.set_xlabel("tries k"), axis.set_ylabel("pass@k (%)")
+    axis.set_ylim(0, 100), axis.legend(frameon=False), axis.grid(alpha=0.25), axis.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def ablation(runs: list[Run]):
+    groups = {name: members for name in ("sus", "ss", "surprise", "grpo") if (members := [run for run in runs if run.name == name])}
+    if "sus" not in groups or len(groups) < 3:
+        return None
+    figure, axes = panels(3, 3.8, 3.4)
+    for axis, (key, heading, unit) in zip(axes, (("pass@1", "pass@1 (%)", 100), ("pass@5", "pass@5 (%)", 100),
+                                                 ("strategy_entropy", "strategy entropy (nats)", 1))):
+        for place, (name, members) in enumerate(groups.items()):
+            values = [run.final(key) * unit for run in members]
+            mean, half = mean_and_half(values)
+            axis.bar(place, mean, yerr=half or None, color=COLOURS[name], width=0.65, capsize=4, error_kw={"linewidth": 1.2})
+            axis.plot([place] * len(values), values, "o", color="white", markeredgecolor="black", markersize=4)
+        axis.set_xticks(range(len(groups)), ["both parts", "SS only", "SuS only", "GRPO"][:len(groups)] if len(groups) == 4
+                        else [NAMES[name] for name in groups], fontsize=8)
+        axis.set_title(heading, fontsize=11), axis.spines[["top", "right"]].set_visible(False)
+    figure.suptitle("What each part is worth after training (bars: mean and 95 % interval; dots: seeds)", fontsize=12)
+    return figure
+
+
+def sensitivity(runs: list[Run]):
+    """Runs named by what they change, such as alpha=2."""
+    changed: dict[str, dict[float, list[Run]]] = {}
+    for run in runs:
+        if match := re.fullmatch(r"(alpha|lambda_ss|lambda_sus)=([\d.]+)", run.name):
+            changed.setdefault(match[1], {}).setdefault(float(match[2]), []).append(run)
+    if not changed:
+        return None
+    for run in (run for run in runs if run.name == "sus"):
+        for key, found in changed.items():
+            found.setdefault(run.config[key], []).append(run)
+    figure, axes = panels(len(changed), 3.8)
+    for axis, (key, found) in zip(axes, sorted(changed.items())):
+        for metric, shade, marker in (("pass@1", PALETTE[0], "o"), ("pass@5", PALETTE[1], "s")):
+            points = {value: mean_and_half([100 * run.final(metric) for run in members]) for value, members in sorted(found.items())}
+            axis.errorbar(range(len(points)), [m for m, _ in points.values()], [h for _, h in points.values()], color=shade,
+                          marker=marker, capsize=3, label=metric)
+        axis.set_xticks(range(len(points)), [f"{value:g}" for value in points])
+        axis.set_xlabel({"alpha": "alpha", "lambda_ss": "lambda of SS", "lambda_sus": "lambda of SuS"}[key])
+        axis.set_ylim(bottom=0), axis.grid(alpha=0.25), axis.spines[["top", "right"]].set_visible(False)
+    axes[0].set_ylabel("%"), axes[0].legend(frameon=False)
+    figure.suptitle("How much do the weights of the bonus matter?", fontsize=12)
+    return figure
+
+
+def embeddings(runs: list[Run]):
+    """The base policy's responses, then those of each method after training, placed by one shared ruler."""
+    groups = {name: members[0] for name, members in grouped(runs).items() if name in ("grpo", "sus")} or {runs[0].name: runs[0]}
+    first = next(iter(groups.values()))
+    wanted = {"before training": first.folder / "samples-before.jsonl",
+              **{f"after {NAMES.get(name, name)}": run.folder / "samples-after.jsonl" for name, run in sorted(groups.items())}}
+    places = {}
+    for heading, file in wanted.items():
+        if file.exists():
+            places[heading] = [(*response["place"], response.get("strategy")) for line in read_lines(file, key="question")
+                               for response in line["responses"]]
+    if not places:
+        return None
+    strategies = sorted({strategy for points in places.values() for *_, strategy in points if strategy})
+    figure, axes = panels(len(places), 4.2, 4.4)
+    for axis, (heading, points) in zip(axes, places.items()):
+        for shade, strategy in zip(PALETTE * 3, [*strategies[:9], None]):
+            chosen = [(x, y) for x, y, label in points if label == strategy]
+            axis.scatter([x for x, _ in chosen], [y for _, y in chosen], s=5, linewidth=0, alpha=0.6, label=strategy or "illegal",
+                         color=shade if strategy else "#dddddd", zorder=2 if strategy else 1)
+        axis.set_title(heading, fontsize=11), axis.set_xticks([]), axis.set_yticks([])
+    limits = [(min(a), max(a)) for a in zip(*(point[:2] for points in places.values() for point in points))]
+    for axis in axes:
+        axis.set_xlim(*limits[0]), axis.set_ylim(*limits[1])
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=10, frameon=False, markerscale=3, fontsize=9)
+    figure.suptitle("Strategy embeddings of the responses, coloured by their true strategy", fontsize=12)
+    return figure
+
+
+FIGURES = (story, passes, diversity, ablation, intrinsic, losses, sensitivity, embeddings)
+
+
+def draw(runs: list[Run], output: Path, figures=FIGURES) -> list[Path]:
+    """-> the files written; a figure that these runs cannot tell is left out."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise ValueError("figures need matplotlib: pip install matplotlib") from None
+    output.mkdir(parents=True, exist_ok=True)
+    written = []
+    for make in figures:
+        if (figure := make(runs)) is not None:
+            written.append(output / f"{make.__name__}.png")
+            figure.savefig(written[-1], dpi=130)
+    return written
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", help="run folders, or folders that hold runs")
+    parser.add_argument("--output", default="", help="folder for the figures; empty takes the first of the runs' folders")
+    arguments = parser.parse_args(argv)
+    try:
+        for file in draw(find_runs(arguments.runs), Path(arguments.output or arguments.runs[0])):
+            print(file)
+    except (ValueError, OSError) as error:
+        fail(error)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""The paper's tables and figures, from scratch on one machine: settings x seeds on Countdown, then statistics.
+
+    python reproduce.py                 main results and ablation, five seeds
+    python reproduce.py --quick         the same story in about ten minutes, with wider intervals
+    python reproduce.py --part sweep    sensitivity to alpha and the two lambdas
+    python reproduce.py --part tune     how the settings were chosen: validation problems, other seeds
+    python reproduce.py --part learned  learned lambdas, the other reading, gates and encoders: what else was tried
+
+Each run is one process of train.py with one thread, as many side by side as there are cores. Whatever is finished is
+kept: after Ctrl-C or a crash the same command goes on. Tables are printed and written to tables-PART.md in the folder,
+figures beside them. Intervals are 95 % (Student's t over seeds); differences are paired by seed, which fixes the
+training problems, the first adapter and the sampling.
+"""
+import os
+import re
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+import plot
+import tiny
+from files import read_json, read_lines, write_text
+from flags import fail, knob, parse
+
+MAIN = {"sus": "", "grpo": "--method grpo", "perplexity": "--method perplexity", "ss": "--method ss",
+        "surprise": "--method surprise", "oracle": "--method oracle --alpha 1"}
+SWEEP = {f"{name}={value}": f"--{name.replace('_', '-')} {value}" for name, values in
+         {"alpha": (1, 2, 8), "lambda_ss": (0.5, 2), "lambda_sus": (0, 0.25, 1)}.items() for value in values}
+TUNE = {}
+OTHERS = {}
+PARTS = {"main": MAIN, "sweep": SWEEP, "tune": TUNE, "learned": OTHERS}
+
+
+@dataclass(frozen=True)
+class Config:
+    part: str = knob("main", "which table", choices=tuple(PARTS), group="What to run")
+    quick: bool = knob(False, "150 steps and three seeds")
+    seeds: int = knob(5, "how many seeds; tuning takes 3", low=1)
+    steps: int = knob(300, "policy updates a run", low=1)
+    folder: str = knob("runs/reproduce", "where the runs, tables and figures go", group="Where and how")
+    cache: str = knob("cache", "folder of the tiny base model")
+    workers: int = knob(0, "processes side by side; 0 takes one a core, or one when there is a GPU", low=0)
+
+
+@dataclass
+class Job:
+    name: str
+    seed: int
+    flags: list[str]
+    folder: Path
+    steps: int
+
+    def steps_done(self) -> int:
+        file = self.folder / "metrics.jsonl"
+        return file.read_bytes().count(b"\n") if file.exists() else 0
+
+    def finished(self) -> bool:
+        file = self.folder / "evaluation.json"
+        return file.exists() and read_json(file).get("step") == self.steps
+
+    def command(self) -> list[str]:
+        resume = ["--resume"] if (self.folder / "config.json").exists() else []
+        return [sys.executable, str(Path(__file__).with_name("train.py")), "--run", str(self.folder), *self.flags, *resume]
+
+
+def plan(config: Config) -> list[Job]:
+    """Every run of a part. Tuning uses seeds 0 to 2 and validation problems, reporting other seeds and test problems."""
+    tuning, steps = config.part == "tune", 150 if config.quick else config.steps
+    seeds = range(3) if tuning else range(10, 10 + (3 if config.quick else config.seeds))
+    shared = ["--steps", str(steps), "--eval-every", str(max(1, steps // 6)), "--cache", config.cache,
+              "--eval-split", "validation" if tuning else "test"]
+    folder = Path(config.folder) / (config.part + ("-quick" if config.quick else ""))
+    return [Job(name, seed, [*flags.split(), *shared, "--seed", str(seed)], folder / f"{name}-{seed}", steps)
+            for seed in seeds for name, flags in PARTS[config.part].items()]
+
+
+def run_all(jobs: list[Job], workers: int) -> None:
+    """As many processes at a time as there are workers; the bar counts policy updates."""
+    waiting, running = [job for job in jobs if not job.finished()], {}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"} if workers > 1 else dict(os.environ)
+    bar = tqdm(total=sum(job.steps for job in jobs), initial=sum(job.steps_done() for job in jobs), unit="step", smoothing=0.05)
+    try:
+        while waiting or running:
+            while waiting and len(running) < workers:
+                job = waiting.pop(0)
+                job.folder.parent.mkdir(parents=True, exist_ok=True)
+                log = open(f"{job.folder}.log", "w")        # beside the run: train.py wants an empty folder
+                running[subprocess.Popen(job.command(), stdout=log, stderr=log, env=environment)] = job
+            for process in [process for process in running if process.poll() is not None]:
+                job = running.pop(process)
+                if process.returncode:
+                    last = Path(f"{job.folder}.log").read_text().strip().splitlines()[-1:]
+                    raise ValueError(f"{job.folder} failed: {' '.join(last)} (the whole story is in {job.folder}.log)")
+                Path(f"{job.folder}.log").unlink()
+            bar.n = sum(job.steps_done() for job in jobs)
+            bar.set_postfix_str(", ".join(f"{job.name} {job.seed}" for job in running.values())), time.sleep(0.5)
+    finally:
+        bar.close()
+        for process in running:                             # they save what they have
+            process.terminate()
+        for process in running:
+            process.wait()
+
+
+def values(runs: list[plot.Run], name: str, metric: str) -> list[float]:
+    """One value a seed, in the order of the seeds."""
+    return [run.final(metric) for run in sorted(runs, key=lambda run: run.seed) if run.name == name]
+
+
+def shown(numbers: list[float], metric: str) -> str:
+    mean, half = plot.mean_and_half(numbers)
+    return f"{mean:.2f} ± {half:.2f}" if "entropy" in metric else f"{100 * mean:.1f} ± {100 * half:.1f} %"
+
+
+COLUMNS = {"pass@1": "pass@1", "pass@5": "pass@5", "pass@16": "pass@16", "strategy_entropy": "strategy entropy",
+           "cluster_entropy": "cluster entropy"}
+
+
+def header(columns: dict[str, str]) -> list[str]:
+    return ["| | " + " | ".join(columns.values()) + " |", "|---|" + "---|" * len(columns)]
+
+
+def results_table(runs: list[plot.Run], names: list[str], columns: dict[str, str] = COLUMNS) -> list[str]:
+    """The base model, then each name: mean and half the width of the interval over seeds."""
+    base = [shown([runs[0].evaluations[0][metric]], metric) for metric in columns]
+    rows = {"base model": [re.sub(" ± [0-9.]+", "", cell) for cell in base]}
+    rows |= {name: [shown(values(runs, name, metric), metric) for metric in columns] for name in names}
+    return header(columns) + [f"| {name} | {' | '.join(cells)} |" for name, cells in rows.items()]
+
+
+def difference_table(runs: list[plot.Run], pairs: list[tuple[str, str]], columns: dict[str, str] = COLUMNS) -> list[str]:
+    """Each pair: how much more the first has than the second, relative to the second's mean, with a paired interval."""
+    lines = header(columns)
+    for ours, theirs in pairs:
+        cells = []
+        for metric in columns:
+            a, b = values(runs, ours, metric), values(runs, theirs, metric)
+            middle, (mean, half) = sum(b) / len(b), plot.mean_and_half([x - y for x, y in zip(a, b)])
+            cells.append("{:+.0f} % ({:+.0f} to {:+.0f})".format(*(100 * x / middle for x in (mean, mean - half, mean + half))))
+        lines.append(f"| {ours} over {theirs} | {' | '.join(cells)} |")
+    return lines
+
+
+def write_up(config: Config, jobs: list[Job]) -> str:
+    runs = plot.find_runs([str(job.folder) for job in jobs])
+    names, seeds = list(dict.fromkeys(job.name for job in jobs)), sorted({job.seed for job in jobs})
+    text = [f"{jobs[0].steps} steps, seeds {', '.join(map(str, seeds))}: mean ± half of the 95 % interval over seeds", "",
+            *results_table(runs, names)]
+    if config.part == "main":
+        text += ["", "Main result and ablation, relative to the second (95 % interval of the paired difference):", "",
+                 *difference_table(runs, [("sus", "grpo"), ("sus", "perplexity"), ("ss", "sus"), ("surprise", "sus"), ("grpo", "sus")])]
+    return "\n".join(text) + "\n"
+
+
+def main(argv: list[str] | None = None) -> None:
+    config, _ = parse(Config, __doc__, argv)
+    workers = config.workers or (1 if torch.cuda.is_available() else os.cpu_count())
+    jobs = plan(config)
+    folder = jobs[0].folder.parent
+    try:
+        tiny.find("countdown", Path(config.cache))          # once, before the others ask for it
+        run_all(jobs, workers)
+        table = write_up(config, jobs)
+        write_text(folder / "tables.md", table)
+        print(f"\n{table}\nwritten to {folder / 'tables.md'}")
+        for file in plot.draw(plot.find_runs([str(folder)]), folder):
+            print(file)
+    except (ValueError, OSError) as error:
+        fail(error)
+    except KeyboardInterrupt:
+        sys.exit(f"\nstopped: the same command goes on where {folder} ends")
+
+
+if __name__ == "__main__":
+    main()
