@@ -47,7 +47,7 @@ def resolve(config, given: set[str]):
 
 def claim(config):
     """Make the folder of a new run and put config.json into it, in one step that only one process can win."""
-    name, number = f"runs/{config.method}-{config.data}-{config.seed}", 1
+    name, number = f"runs/{config.method}-{Path(config.data).stem}-{config.seed}", 1
     while True:
         folder = Path(config.run or (name if number == 1 else f"{name}-{number}"))
         folder.mkdir(parents=True, exist_ok=True)

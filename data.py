@@ -1,9 +1,10 @@
 """Problems: each shows itself as a prompt and judges a response.
 
 A problem is any object with
-    prompt: str                           what the model reads
+    prompt: str                           what the model reads; without a chat template, as it stands
     judge(response) -> float              1.0 for a correct response, else 0.0
-and, where a task can read it off,
+and, where it has them,
+    question, instruction: str            what a chat model is asked, and how it should answer
     valid(response) -> bool               is it a legal attempt, right or wrong?
     strategy_of(response) -> str | None   the true strategy, for measurement only: no reward of SuS sees it
     path_of(response) -> str | None       the same, told apart more finely
@@ -11,13 +12,19 @@ and, where a task can read it off,
 Countdown is built in: combine every given number once, with + - *, to reach a target.
     use 3,8,5 to make 19:   ->   8*3=24;24-5=19
 It has several ways to solve most problems and a checker that knows them, so one can watch a policy lose its
-strategies. A response is only ever parsed, never evaluated.
+strategies. Word problems come from GSM8K or from JSONL files with a question and an answer a line, and are judged by
+the number that the response ends on (answers.py). A response is only ever parsed, never evaluated.
 """
 import hashlib
+import json
 import random
 import re
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
+from pathlib import Path
+
+from answers import answer_of
 
 OPERATORS = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b}
 # At most five digits a number, none of them a leading zero: no step is longer than 17 characters.
@@ -30,6 +37,7 @@ SPLITS = ("test", "validation", *["train"] * 6)             # a problem's place 
 class Countdown:
     numbers: tuple[int, ...]
     target: int
+    instruction = "Use each number once, with + - *. Write only the steps, like this: 8*3=24;24-5=19"
 
     @cached_property
     def prompt(self) -> str:
@@ -94,10 +102,9 @@ def attempt(numbers: tuple[int, ...], rng: random.Random, operators: str = "+-*"
             return ";".join(steps), result
 
 
-def split_of(problem: Countdown) -> str:
-    """Decided by the problem itself, whatever the order of its numbers: no problem is ever in two splits."""
-    key = f"{sorted(problem.numbers)} {problem.target}".encode()
-    return SPLITS[hashlib.sha256(key).digest()[0] % len(SPLITS)]
+def split_of(key: str) -> str:
+    """Decided by what a problem says, so no problem is ever in two splits, whatever the seed."""
+    return SPLITS[hashlib.sha256(key.encode()).digest()[0] % len(SPLITS)]
 
 
 def random_problem(size: int, rng: random.Random) -> Countdown:
@@ -113,18 +120,93 @@ def countdown(split: str, count: int, seed: int, size: int = 3) -> list[Countdow
     problems = []
     while len(problems) < count:
         problem = random_problem(size, rng)
-        if split_of(problem) == split:
+        if split_of(f"{sorted(problem.numbers)} {problem.target}") == split:            # whatever their order
             problems.append(problem)
     return problems
 
 
+@dataclass(frozen=True)
+class Question:
+    """A word problem whose answer is a number."""
+    question: str
+    answer: Fraction
+    instruction = "Think step by step. End with #### and the answer as a number."
+
+    @property
+    def prompt(self) -> str:
+        return f"Question: {self.question}\n{self.instruction}\nAnswer:"
+
+    def judge(self, response: str) -> float:
+        """A model without a chat template may go on to ask the next question: that is no part of its answer."""
+        return float(answer_of(response.split("\nQuestion:")[0]) == self.answer)
+
+
+def read_questions(file: Path) -> list[Question]:
+    """A JSONL file with `question` and `answer` a line; an answer is a number or a solution that ends on one."""
+    problems = []
+    for number, line in enumerate(file.read_bytes().split(b"\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line.decode())
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{file}, line {number}: not valid JSON ({error})") from None
+        problems.append(make_question(record, f"{file}, line {number}"))
+    if not problems:
+        raise ValueError(f"{file} holds no problem: expected a JSON object with question and answer on every line")
+    return problems
+
+
+def make_question(record: dict, where: str) -> Question:
+    if not isinstance(record, dict) or not isinstance(question := record.get("question"), str) or not question.strip():
+        raise ValueError(f"{where}: expected an object with a question, a text that is not empty")
+    answer = record.get("answer")
+    if not isinstance(answer, (str, int, float)) or isinstance(answer, bool) or (value := answer_of(str(answer))) is None:
+        raise ValueError(f"{where}: its answer is {str(answer)[:60]!r}, expected a number or a solution that ends on one; "
+                         "other kinds of answer need a judge of their own (README)")
+    return Question(question.strip(), value)
+
+
+def questions(name: str, split: str) -> list[Question]:
+    """All problems of one split: a file is divided by its questions' hashes, a folder by its files' names."""
+    path = Path(name)
+    if path.is_file():
+        return [problem for problem in read_questions(path) if split_of(problem.question) == split]
+    if path.is_dir():
+        files = [file for file in sorted(path.glob("*.jsonl")) if split in file.name]
+        if not files:
+            raise ValueError(f"{name} has no {split} split: expected a file such as {split}.jsonl in it")
+        return [problem for file in files for problem in read_questions(file)]
+    if split == "validation":
+        raise ValueError("gsm8k has no validation split: use test, or a folder with files of your own")
+    import datasets                                         # slow to import, and needed for the hub only
+    try:
+        rows = datasets.load_dataset("openai/gsm8k", "main", split=split)
+    except Exception as error:                              # the hub's client raises dozens of types
+        raise ValueError(f"gsm8k cannot be had from the hub or its cache ({type(error).__name__}): check the connection, "
+                         f"or name a folder with train.jsonl and test.jsonl") from None
+    return [make_question(row, f"gsm8k {split}, row {number}") for number, row in enumerate(rows)]
+
+
 COUNTDOWN = {"countdown": 3, "countdown4": 4}               # task: how many numbers
+KNOWN = (*COUNTDOWN, "gsm8k")
+
+
+def check(name: str) -> None:
+    if name not in KNOWN and not Path(name).exists():
+        raise ValueError(f"--data {name}: expected {', '.join(KNOWN)}, or a JSONL file or folder with questions and answers")
 
 
 def load(name: str, split: str, count: int, seed: int = 0) -> list:
-    """`count` problems of a task's `train`, `validation` or `test` split, the same ones for the same seed."""
-    if name not in COUNTDOWN:
-        raise ValueError(f"unknown data {name!r}: expected one of {', '.join(COUNTDOWN)}")
-    if count < 1:
+    """At most `count` problems of a task's `train`, `validation` or `test` split, 0 for all that there are; the same
+    ones for the same seed. Countdown never runs out."""
+    check(name)
+    if count < 1 and (count < 0 or name in COUNTDOWN):
         raise ValueError(f"{count} {split} problems were asked for: at least one is needed")
-    return countdown(split, count, seed, COUNTDOWN[name])
+    if name in COUNTDOWN:
+        return countdown(split, count, seed, COUNTDOWN[name])
+    found = questions(name, split)
+    if not found:
+        raise ValueError(f"{name} is too small: none of its problems fell into the {split} split")
+    random.Random(f"{split} {seed}").shuffle(found)
+    return found[:count or None]

@@ -46,22 +46,24 @@ def pool(states: Tensor, weights: Tensor) -> Tensor:
     return torch.einsum("ntd,nt->nd", states.float(), weights) / weights.sum(1, keepdim=True).clamp(min=1)
 
 
-def halves(mask: Tensor, generator: torch.Generator) -> Tensor:
-    """mask (n, T) -> (n, 2, T): a random half of each row's tokens, and the rest. A lone token is in both."""
-    noise = torch.rand(mask.shape, generator=generator).to(mask.device).masked_fill(~mask, 2.0)
-    rank = noise.argsort(1).argsort(1)                                          # 0 .. T - 1, masked ones last
-    count = mask.sum(1, keepdim=True)
-    first = mask & (rank < (count + 1) // 2)
-    second = (mask & ~first) | (first & (count == 1))
-    return torch.stack((first, second), dim=1)
+def halves(ids: Tensor, mask: Tensor, generator: torch.Generator) -> Tensor:
+    """ids, mask (n, T) -> (n, 2, T): a random half of each row's tokens, and the rest.
+
+    All copies of a token fall into the same half: what the halves share is then no single number or word but the way
+    in which a response goes. A half that would be empty is the whole row.
+    """
+    kinds, kind = ids.unique(return_inverse=True)
+    coin = torch.rand(len(ids), len(kinds), generator=generator).to(ids.device).gather(1, kind)  # (n, T)
+    parts = torch.stack((mask & (coin < 0.5), mask & (coin >= 0.5)), dim=1)
+    return torch.where(parts.any(2, keepdim=True), parts, mask[:, None])
 
 
-def features(query_states: Tensor, query_mask: Tensor, response_states: Tensor, response_mask: Tensor,
+def features(query_states: Tensor, query_mask: Tensor, response_states: Tensor, response_ids: Tensor, response_mask: Tensor,
              generator: torch.Generator) -> Features:
     """Token states of B queries and B * G responses -> their pooled features."""
     B, G = len(query_states), len(response_states) // len(query_states)
     query, response = pool(query_states, query_mask), pool(response_states, response_mask)
-    views = torch.stack([pool(response_states, half) for half in halves(response_mask, generator).unbind(1)], dim=1)
+    views = torch.stack([pool(response_states, half) for half in halves(response_ids, response_mask, generator).unbind(1)], dim=1)
     q, r = query_mask.sum(1).repeat_interleave(G)[:, None], response_mask.sum(1)[:, None]        # token counts
     both = (query.repeat_interleave(G, 0) * q + response * r) / (q + r).clamp(min=1)
     return Features(query, response.unflatten(0, (B, G)), views.unflatten(0, (B, G)), both.unflatten(0, (B, G)))
@@ -91,7 +93,7 @@ def base_features(model: Transformer, prompts: list[list[int]], rollout: Rollout
                           model.hidden(rollout.ids[rows, :-1], starts, prefix, layer)]
         else:
             states = tapped[2 * number:2 * number + 2]
-        parts.append(features(states[0], prompt_mask, states[1], mask[rows], generator))
+        parts.append(features(states[0], prompt_mask, states[1], rollout.ids[rows, :-1], mask[rows], generator))
     return join(parts)
 
 
@@ -110,24 +112,26 @@ class SentenceEncoder:
         self.limit = min(self.tokenizer.model_max_length, getattr(self.model.config, "max_position_embeddings", 512))
 
     @torch.no_grad()
-    def states(self, texts: list[str]) -> tuple[Tensor, Tensor]:
-        """-> token states (n, T, D) and mask (n, T)."""
+    def states(self, texts: list[str]) -> tuple[Tensor, Tensor, Tensor]:
+        """-> token states (n, T, D), ids and mask (n, T)."""
         parts = []
         for i in range(0, len(texts), self.batch):
             inputs = self.tokenizer(texts[i:i + self.batch], padding=True, truncation=True, max_length=self.limit,
                                     return_tensors="pt").to(self.device)
-            parts.append((self.model(**inputs).last_hidden_state, inputs["attention_mask"].bool()))
-        width = max(mask.shape[1] for _, mask in parts)
-        return (torch.cat([F.pad(states, (0, 0, 0, width - states.shape[1])) for states, _ in parts]),
-                torch.cat([F.pad(mask, (0, width - mask.shape[1])) for _, mask in parts]))
+            parts.append((self.model(**inputs).last_hidden_state, inputs["input_ids"], inputs["attention_mask"].bool()))
+        width = max(mask.shape[1] for _, _, mask in parts)
+        return (torch.cat([F.pad(states, (0, 0, 0, width - states.shape[1])) for states, _, _ in parts]),
+                *(torch.cat([F.pad(part[i], (0, width - part[i].shape[1])) for part in parts]) for i in (1, 2)))
 
     def mean(self, texts: list[str]) -> Tensor:
         """(n, D): the mean over real tokens."""
-        return pool(*self.states(texts))
+        states, _, mask = self.states(texts)
+        return pool(states, mask)
 
     def features(self, queries: list[str], responses: list[str], generator: torch.Generator) -> Features:
         """The same four poolings as from the base model; query and response together are encoded as one text."""
-        found = features(*self.states(queries), *self.states(responses), generator)
+        query_states, _, query_mask = self.states(queries)
+        found = features(query_states, query_mask, *self.states(responses), generator)
         G = len(responses) // len(queries)
         together = [f"{queries[n // G]} {response}" for n, response in enumerate(responses)]
         found.both = self.mean(together).view_as(found.response)

@@ -31,17 +31,21 @@ from ruler import Ruler
 
 KS = (1, 5, 16)
 DEVICES, DTYPES = ("auto", "cpu", "cuda", "mps"), ("auto", "float32", "bfloat16")
+PROMPTS = ("auto", "plain", "chat")
 
 
 @dataclass(frozen=True)
 class Config:
     path: str = knob("", "a run folder of train.py, a model folder, or a hub id")
-    data: str = knob("countdown", "problems to evaluate on; a run brings its own", group="What is measured")
+    data: str = knob("countdown", f"{', '.join(data.KNOWN)}, or a JSONL file or folder; a run brings its own", group="What is measured")
     split: str = knob("test", "of the data; a run brings its own", choices=("test", "validation"))
     problems: int = knob(200, "how many problems; a run brings its own", low=1)
     samples: int = knob(16, "responses to each; a run brings its own", low=1)
     temperature: float = knob(1.0, "sampling temperature, 0 is greedy; a run brings its own", low=0)
     max_new_tokens: int = knob(32, "longest response; a run brings its own", low=1)
+    prompt: str = knob("auto", "chat uses the tokenizer's template, plain does not; a run brings its own", choices=PROMPTS)
+    system: str = knob("", "system text of the chat; a run brings its own")
+    instruction: str = knob("", "how to answer, instead of the task's own words; a run brings its own")
     seed: int = knob(0, "seed of the sampling", low=0, high=2 ** 32 - 1)
     output: str = knob("", "also write the results to this JSON file", group="Where")
     device: str = knob("auto", "where to compute", choices=DEVICES)
@@ -50,15 +54,35 @@ class Config:
     cache: str = knob("cache", "folder of the tiny base model; a run brings its own")
 
 
+@dataclass(frozen=True)
+class Prompt:
+    """How a problem is put to a model: as it stands, or as a chat through the tokenizer's template."""
+    style: str = "auto"                 # auto: chat if the tokenizer has a template
+    system: str = ""                    # the chat's system text
+    instruction: str = ""               # instead of the problem's own
+
+
 @dataclass
 class Policy:
     """A model that reads and writes text."""
     model: Transformer
     tokenizer: object
     eos_ids: tuple[int, ...]
+    prompt: Prompt = Prompt()
+
+    def chat(self, problem) -> list[dict[str, str]]:
+        instruction = self.prompt.instruction or getattr(problem, "instruction", "")
+        content = "\n".join(filter(None, (getattr(problem, "question", problem.prompt), instruction)))
+        system = [{"role": "system", "content": self.prompt.system}] if self.prompt.system else []
+        return [*system, {"role": "user", "content": content}]
 
     def encode(self, problems: list) -> list[list[int]]:
-        return [self.tokenizer(problem.prompt).input_ids for problem in problems]
+        """Token ids of what the model reads."""
+        if self.prompt.style == "chat" or (self.prompt.style == "auto" and self.tokenizer.chat_template):
+            return self.tokenizer.apply_chat_template([self.chat(problem) for problem in problems], add_generation_prompt=True,
+                                                      return_dict=False)
+        before = f"{self.prompt.instruction}\n" if self.prompt.instruction else ""
+        return self.tokenizer([before + problem.prompt for problem in problems]).input_ids
 
     def decode(self, rollout: sample.Rollout) -> list[str]:
         """Without the end token, and with everything else that was sampled: a judge sees what the model said."""
@@ -66,7 +90,8 @@ class Policy:
         return self.tokenizer.batch_decode([ids[:n] for ids, n in zip(rollout.ids.tolist(), kept)])
 
 
-def open_policy(name: str, task: str, cache: str, device: str, dtype: str, rebuild: bool = False) -> Policy:
+def open_policy(name: str, task: str, cache: str, device: str, dtype: str, prompt: Prompt = Prompt(),
+                rebuild: bool = False) -> Policy:
     """`tiny` is built when it is not in the cache; anything else is a Hugging Face folder or a hub id."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
@@ -82,7 +107,9 @@ def open_policy(name: str, task: str, cache: str, device: str, dtype: str, rebui
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except Exception as error:                              # transformers raises whatever its readers raise
         raise ValueError(f"{folder}: its tokenizer cannot be read ({type(error).__name__}: {error})") from None
-    return Policy(model, tokenizer, find_eos_ids(folder, tokenizer, model.config.vocab_size))
+    if prompt.style == "chat" and not tokenizer.chat_template:
+        raise ValueError(f"--prompt chat: {folder} has no chat template; use --prompt plain or auto")
+    return Policy(model, tokenizer, find_eos_ids(folder, tokenizer, model.config.vocab_size), prompt)
 
 
 def find_eos_ids(folder: Path, tokenizer, vocab_size: int) -> tuple[int, ...]:
@@ -204,11 +231,12 @@ def measure_path(config: Config, given: set[str]) -> Measured:
         from train import Config as RunConfig               # here, since train.py imports this file
         saved = from_saved(RunConfig, read_json(path / "config.json"), str(path / "config.json"))
         settings = {**asdict(saved), "split": saved.eval_split, "problems": saved.eval_problems, "samples": saved.eval_samples}
-        taken = {name: settings[name] for name in ("data", "split", "temperature", "max_new_tokens", "problems", "samples", "dtype", "cache")
-                 if name not in given}
+        taken = {name: settings[name] for name in ("data", "split", "temperature", "max_new_tokens", "problems", "samples", "dtype", "cache", "prompt",
+                                                     "system", "instruction") if name not in given}
         config, model, base_task = replace(config, **taken), saved.model, saved.data
     problems = data.load(config.data, config.split, config.problems)
-    policy = open_policy(model, base_task, config.cache, config.device, config.dtype)
+    policy = open_policy(model, base_task, config.cache, config.device, config.dtype,
+                         Prompt(config.prompt, config.system, config.instruction))
     ruler = None
     if is_run:
         lora.load(policy.model, path / "adapter")

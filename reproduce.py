@@ -4,7 +4,7 @@
     python reproduce.py --quick         the same story in about ten minutes, with wider intervals
     python reproduce.py --part sweep    sensitivity to alpha and the two lambdas
     python reproduce.py --part tune     how the settings were chosen: validation problems, other seeds
-    python reproduce.py --part learned  learned lambdas, the other reading, gates and encoders: what else was tried
+    python reproduce.py --part others   literal Algorithm 1, the other reading, gates, learned lambdas: what else was tried
 
 Each run is one process of train.py with one thread, as many side by side as there are cores. Whatever is finished is
 kept: after Ctrl-C or a crash the same command goes on. Tables are printed and written to tables-PART.md in the folder,
@@ -27,21 +27,30 @@ import tiny
 from files import read_json, read_lines, write_text
 from flags import fail, knob, parse
 
-MAIN = {"sus": "", "grpo": "--method grpo", "perplexity": "--method perplexity", "ss": "--method ss",
-        "surprise": "--method surprise", "oracle": "--method oracle --alpha 1"}
-SWEEP = {f"{name}={value}": f"--{name.replace('_', '-')} {value}" for name, values in
-         {"alpha": (1, 2, 8), "lambda_ss": (0.5, 2), "lambda_sus": (0, 0.25, 1)}.items() for value in values}
-TUNE = {}
-OTHERS = {}
-PARTS = {"main": MAIN, "sweep": SWEEP, "tune": TUNE, "learned": OTHERS}
+MAIN = {"sus": "", "grpo": "--method grpo", "ss": "--method ss", "surprise": "--method surprise",
+        "perplexity": "--method perplexity", "oracle": "--method oracle --alpha 1"}
+QUICK = {name: MAIN[name] for name in ("sus", "grpo", "ss", "surprise")}
+SWEEP = {"alpha=2": "--alpha 2", "alpha=4": "--alpha 4", "alpha=16": "--alpha 16", "lambda_ss=0.5": "--lambda-ss 0.5",
+         "lambda_ss=2": "--lambda-ss 2", "lambda_sus=0": "--lambda-sus 0", "lambda_sus=1": "--lambda-sus 1"}
+# Both methods get the same number of settings.
+TUNE = {"grpo": "--method grpo", "grpo-kl-0.01": "--method grpo --kl 0.01", "grpo-kl-0.03": "--method grpo --kl 0.03",
+        "grpo-rate-0.0005": "--method grpo --learning-rate 0.0005", "grpo-rate-0.002": "--method grpo --learning-rate 0.002",
+        "grpo-std": "--method grpo --normalise std",
+        "sus": "", "sus-alpha-4": "--alpha 4", "sus-alpha-16": "--alpha 16", "sus-lambda_sus-1": "--lambda-sus 1",
+        "sus-rate-0.002": "--learning-rate 0.002", "sus-std": "--normalise std"}
+OTHERS = {"literal": "--alpha 0.3 --gate correct --normalise std --strategy-warmup 0 --strategy-updates 1",
+          "equations": "--reading equations --gate none", "gate-correct": "--gate correct", "gate-none": "--gate none",
+          "no-warm-up": "--strategy-warmup 0", "batch-negatives": "--negatives batch", "learned-lambdas": "--learn-lambdas",
+          "annealed": "--alpha-decay 0.8", "novelty": "--method novelty", "rnd": "--method rnd"}
+PARTS = {"main": MAIN, "sweep": SWEEP, "tune": TUNE, "others": OTHERS}
 
 
 @dataclass(frozen=True)
 class Config:
     part: str = knob("main", "which table", choices=tuple(PARTS), group="What to run")
-    quick: bool = knob(False, "150 steps and three seeds")
-    seeds: int = knob(5, "how many seeds; tuning takes 3", low=1)
-    steps: int = knob(300, "policy updates a run", low=1)
+    quick: bool = knob(False, "both parts, either part, none, with three seeds")
+    seeds: int = knob(5, "how many seeds for the main table; the other parts take 3", low=1)
+    steps: int = knob(200, "policy updates a run", low=1)
     folder: str = knob("runs/reproduce", "where the runs, tables and figures go", group="Where and how")
     cache: str = knob("cache", "folder of the tiny base model")
     workers: int = knob(0, "processes side by side; 0 takes one a core, or one when there is a GPU", low=0)
@@ -70,13 +79,14 @@ class Job:
 
 def plan(config: Config) -> list[Job]:
     """Every run of a part. Tuning uses seeds 0 to 2 and validation problems, reporting other seeds and test problems."""
-    tuning, steps = config.part == "tune", 150 if config.quick else config.steps
-    seeds = range(3) if tuning else range(10, 10 + (3 if config.quick else config.seeds))
-    shared = ["--steps", str(steps), "--eval-every", str(max(1, steps // 6)), "--cache", config.cache,
+    tuning, settings = config.part == "tune", QUICK if config.quick else PARTS[config.part]
+    count = config.seeds if config.part == "main" and not config.quick else min(3, config.seeds)
+    seeds = range(count) if tuning else range(10, 10 + count)
+    shared = ["--steps", str(config.steps), "--eval-every", str(max(1, config.steps // 4)), "--cache", config.cache,
               "--eval-split", "validation" if tuning else "test"]
-    folder = Path(config.folder) / (config.part + ("-quick" if config.quick else ""))
-    return [Job(name, seed, [*flags.split(), *shared, "--seed", str(seed)], folder / f"{name}-{seed}", steps)
-            for seed in seeds for name, flags in PARTS[config.part].items()]
+    folder = Path(config.folder) / config.part              # the quick form is a part of the main one
+    return [Job(name, seed, [*flags.split(), *shared, "--seed", str(seed)], folder / f"{name}-{seed}", config.steps)
+            for seed in seeds for name, flags in settings.items()]
 
 
 def run_all(jobs: list[Job], workers: int) -> None:
@@ -151,9 +161,10 @@ def write_up(config: Config, jobs: list[Job]) -> str:
     names, seeds = list(dict.fromkeys(job.name for job in jobs)), sorted({job.seed for job in jobs})
     text = [f"{jobs[0].steps} steps, seeds {', '.join(map(str, seeds))}: mean ± half of the 95 % interval over seeds", "",
             *results_table(runs, names)]
-    if config.part == "main":
+    if "grpo" in names and config.part == "main":
         text += ["", "Main result and ablation, relative to the second (95 % interval of the paired difference):", "",
-                 *difference_table(runs, [("sus", "grpo"), ("sus", "perplexity"), ("ss", "sus"), ("surprise", "sus"), ("grpo", "sus")])]
+                 *difference_table(runs, [(a, b) for a, b in (("sus", "grpo"), ("sus", "perplexity"), ("ss", "sus"), ("surprise", "sus"),
+                                                              ("grpo", "sus"), ("oracle", "grpo")) if {a, b} <= set(names)])]
     return "\n".join(text) + "\n"
 
 

@@ -18,7 +18,7 @@ from encoder import Features
 from files import read_tensors, write_tensors
 from model import Transformer
 
-CLUSTERS, PASSES = 12, 64
+CLUSTERS, PASSES = 12, 32
 
 
 class Ruler:

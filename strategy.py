@@ -144,13 +144,12 @@ def loss(networks: Networks, batch: Features, correct: Tensor, temperature: floa
     together: the equations' reading embeds query and response as one, so E must tell those apart as well.
     """
     same = (batch.response[:, :, None] - batch.response[:, None]).abs().amax(-1) < 1e-4          # (B, G, G)
-    first, second = batch.views.unbind(2)                                                        # (B, G, D) each
-    contrastive, accuracy = contrast(networks.embed(first, "response"), networks.embed(second, "response", True).detach(),
-                                     temperature, negatives, same)
-    mirrored, _ = contrast(networks.embed(second, "response"), networks.embed(first, "response", True).detach(),
-                           temperature, negatives, same)
+    first, second = networks.embed(batch.views, "response").unbind(2)                            # (B, G, d) each
     with torch.no_grad():
-        achieved = networks.embed(batch.response, "response", True)                              # (B, G, d)
+        states = torch.cat((batch.views, batch.response[:, :, None]), dim=2)                     # (B, G, 3, D)
+        slow_first, slow_second, achieved = networks.embed(states, "response", momentum=True).unbind(2)
+    contrastive, accuracy = contrast(first, slow_second, temperature, negatives, same)
+    mirrored, _ = contrast(second, slow_first, temperature, negatives, same)
     expected = networks.embed(batch.query, "query")[:, None]                                     # (B, 1, d)
     expectation = (1 - (expected * achieved).sum(-1)).mean()
     logits = networks.success_logit(batch.query)[:, None].expand_as(correct)
@@ -212,9 +211,9 @@ class Settings:
     negatives: str = "group"
     contrast_temperature: float = 0.5
     momentum: float = 0.99
-    learning_rate: float = 1e-3
+    learning_rate: float = 3e-3
     batch: int = 32
-    buffer: int = 256
+    buffer: int = 64
     clusters: int = 12
     seed: int = 0
 

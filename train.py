@@ -56,8 +56,12 @@ class Config:
     cache: str = knob("cache", "folder for the tiny base model")
     rebuild: bool = knob(False, "build the tiny base model again")
 
-    data: str = knob("countdown", "task", choices=tuple(data.COUNTDOWN), group="The problems")
-    train_problems: int = knob(3000, "size of the training set", low=1)
+    data: str = knob("countdown", f"{', '.join(data.KNOWN)}, or a JSONL file or folder with questions and answers", group="The problems")
+    train_problems: int = knob(3000, "largest size of the training set; 0 takes all of a file", low=0)
+    prompt: str = knob("auto", "chat puts problems through the tokenizer's template, plain does not, auto does if it has one",
+                       choices=evaluate.PROMPTS)
+    system: str = knob("", "system text of the chat")
+    instruction: str = knob("", "how to answer, instead of the task's own words")
     problems: int = knob(32, "problems a step", low=1)
     samples: int = knob(8, "responses to each problem, the group of GRPO", low=2)
     temperature: float = knob(1.0, "sampling temperature, in training and evaluation", above=0)
@@ -65,7 +69,7 @@ class Config:
 
     method: str = knob("sus", "what is rewarded beside correctness: " + ", ".join(reward.METHODS),
                        choices=tuple(reward.METHODS), group="The intrinsic reward")
-    alpha: float = knob(4.0, "scale of the intrinsic reward; the paper has 0.3", low=0)
+    alpha: float = knob(8.0, "scale of the intrinsic reward; the paper has 0.3", low=0)
     alpha_decay: float = knob(0.0, "share of the run over which alpha falls linearly to zero; 0 keeps it constant", low=0, high=1)
     gate: str = knob("mixed", "who may earn a bonus: correct responses, correct ones in mixed groups, or all",
                      choices=("correct", "mixed", "none"))
@@ -86,11 +90,11 @@ class Config:
                           choices=("group", "batch"))
     contrast_temperature: float = knob(0.5, "of InfoNCE", above=0)
     momentum: float = knob(0.99, "of the momentum head", low=0, high=1)
-    strategy_rate: float = knob(1e-3, "learning rate of these networks", above=0)
-    strategy_updates: int = knob(1, "minibatches a step", low=0)
+    strategy_rate: float = knob(3e-3, "learning rate of these networks", above=0)
+    strategy_updates: int = knob(4, "minibatches a step", low=0)
     strategy_batch: int = knob(32, "groups in a minibatch", low=1)
-    strategy_warmup: int = knob(400, "minibatches on the base policy's responses before the first step", low=0)
-    buffer: int = knob(256, "groups in the replay buffer", low=1)
+    strategy_warmup: int = knob(400, "minibatches on the base policy's responses before the first step, 16 a batch of them", low=0)
+    buffer: int = knob(64, "groups in the replay buffer", low=1)
     clusters: int = knob(12, "clusters of embeddings, for count and uniqueness", low=1)
 
     normalise: str = knob("none", "advantage: reward minus group mean, divided by the group's std or by nothing",
@@ -126,7 +130,8 @@ class Run:
         if config.learn_lambdas and config.method != "sus":
             raise ValueError(f"--learn-lambdas weighs the two parts of --method sus, which {config.method} does not have")
         self.test = data.load(config.data, config.eval_split, config.eval_problems)
-        self.policy = evaluate.open_policy(config.model, config.data, config.cache, config.device, config.dtype, config.rebuild)
+        self.policy = evaluate.open_policy(config.model, config.data, config.cache, config.device, config.dtype, evaluate.Prompt(
+            config.prompt, config.system, config.instruction), config.rebuild)
         self.model = lora.apply(self.policy.model, config.rank, config.lora_alpha, config.targets, config.seed)
         self.prompts = self.policy.encode(self.problems)
         sample.check(self.prompts + self.policy.encode(self.test), config.samples, config.max_new_tokens,
@@ -225,14 +230,12 @@ def warm_up(run: Run) -> None:
     """Show the strategy networks the base policy's responses before it starts to change: it may lose its
     strategies within fifty steps, sooner than networks that start from nothing learn to see them."""
     config, networks = run.config, run.strategist
-    batches = min(-(-config.buffer // config.problems), -(-config.strategy_warmup // 8))
-    for number in tqdm(range(batches), "responses for the strategy networks", leave=False):
+    for number in tqdm(range(-(-config.strategy_warmup // 16)), "warming up the strategy networks", leave=False):
         problems, prompts, rollout, responses = roll_out(run, run.batch(number), run.generator("warm-up rollout", number))
         features, _ = networks.encode(prompts, rollout, [problem.prompt for problem in problems], responses,
                                       replace(run.settings, kl=0.0), run.generator("warm-up views", number))
         networks.observe(features, reward.correctness(problems, responses).to(run.model.device))
-    for number in tqdm(range(config.strategy_warmup), "warming up the strategy networks", leave=False):
-        networks.update(1, run.generator("warm-up replay", number))
+        networks.update(min(16, config.strategy_warmup - 16 * number), run.generator("warm-up replay", number))
 
 
 def train_step(run: Run) -> dict:
