@@ -20,7 +20,8 @@ from files import (pack_optimizer, read_json, read_lines, read_metadata, read_te
 from flags import from_saved
 
 # What a resumed run may change: nothing that alters a step already taken.
-CHANGEABLE = {"run", "resume", "steps", "checkpoint_every", "device", "eval_every", "cache", "rebuild"}
+CHANGEABLE = {"run", "resume", "steps", "checkpoint_every", "device", "eval_every", "cache", "rebuild", "micro_batch", "recompute",
+              "dry_run", "wandb", "tensorboard"}
 
 
 def resolve(config, given: set[str]):

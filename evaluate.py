@@ -2,6 +2,7 @@
 
     python evaluate.py runs/NAME            a trained run: everything else is read from its config.json
     python evaluate.py MODEL --data NAME    any model folder or hub id, no run needed
+    python evaluate.py runs/NAME --export FOLDER        and write the merged model for others to load
 
 pass@k is the unbiased estimator of Chen et al. (2021): with c of n samples correct, 1 - C(n-c, k) / C(n, k).
 Strategy entropy is in nats, over the true strategies of all legal responses. Intervals are 95 % bootstrap
@@ -18,6 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
+import card
 import data
 import encoder
 import lora
@@ -32,6 +34,7 @@ from ruler import Ruler
 KS = (1, 5, 16)
 DEVICES, DTYPES = ("auto", "cpu", "cuda", "mps"), ("auto", "float32", "bfloat16")
 PROMPTS = ("auto", "plain", "chat")
+OF_A_RUN = {"data", "split", "problems", "samples", "temperature", "max_new_tokens", "prompt", "system", "instruction", "dtype", "cache"}
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,7 @@ class Config:
     instruction: str = knob("", "how to answer, instead of the task's own words; a run brings its own")
     seed: int = knob(0, "seed of the sampling", low=0, high=2 ** 32 - 1)
     output: str = knob("", "also write the results to this JSON file", group="Where")
+    export: str = knob("", "also write a run's merged model into this folder, for transformers to load")
     device: str = knob("auto", "where to compute", choices=DEVICES)
     dtype: str = knob("auto", "of the base weights; auto is bfloat16 on cuda, else float32; a run brings its own",
                       choices=DTYPES)
@@ -145,13 +149,14 @@ class Measured:
 def evaluate(policy: Policy, problems: list, samples: int, temperature: float, max_new_tokens: int, seed: int = 0,
              progress: bool = False, ruler: Ruler | None = None, batch: int = 32) -> Measured:
     """Sample and measure. Without a ruler one is fitted to these very responses."""
-    generator, responses, found = torch.Generator().manual_seed(seed), [], []
+    generator, views = (torch.Generator().manual_seed(seed) for _ in range(2))
+    responses, found = [], []
     prompts = policy.encode(problems)
     for i in tqdm(range(0, len(prompts), batch), "evaluating", disable=not progress, leave=False):
         rollout = sample.generate(policy.model, prompts[i:i + batch], samples, max_new_tokens, temperature,
                                   policy.eos_ids, generator)
         responses += policy.decode(rollout)
-        found.append(encoder.base_features(policy.model, prompts[i:i + batch], rollout, strategy.Settings().layer, batch, generator))
+        found.append(encoder.base_features(policy.model, prompts[i:i + batch], rollout, strategy.Settings().layer, batch, views))
     features = encoder.join(found)
     ruler = ruler or Ruler.fit(policy.model, features)
     clusters, places = (part.tolist() for part in ruler.read(features))
@@ -201,6 +206,29 @@ def count(labels: list[list]) -> tuple[list, Tensor]:
     return names, torch.tensor([[table[name] for name in names] for table in tables], dtype=torch.float64)
 
 
+def show(samples: list[dict], problems: int = 5) -> str:
+    """A few problems for people to read, those with the most clusters first: a response of each cluster, right ones first."""
+    text = ["# Samples"]
+    for record in sorted(samples, key=lambda record: len({r["cluster"] for r in record["responses"]}), reverse=True)[:problems]:
+        chosen: dict[int, dict] = {}
+        for response in sorted(record["responses"], key=lambda r: -r["correct"]):
+            chosen.setdefault(response["cluster"], response)
+        text.append(f"\n## {record['question']}")
+        for cluster, response in chosen.items():
+            strategy = f", strategy {response['strategy']}" if response.get("strategy") else ""
+            text.append(f"\n{'Right' if response['correct'] else 'Wrong'}, cluster {cluster}{strategy}:\n\n```\n{response['text'].strip()}\n```")
+    return "\n".join(text) + "\n"
+
+
+def export(policy: Policy, folder: Path, config: dict, metrics: dict) -> None:
+    """Merged weights, tokenizer, end tokens and a model card, as a folder that transformers loads."""
+    policy.tokenizer.save_pretrained(folder)
+    write_json(folder / "generation_config.json", {"eos_token_id": list(policy.eos_ids)})
+    card.write(folder, config, metrics, merged=True)
+    with lora.merged(policy.model):
+        policy.model.save_pretrained(folder)                # last: config.json marks a folder that is complete
+
+
 def lost(before: dict, after: dict) -> list[str]:
     """The strategies that had at least 1 % of the legal responses and have less than 0.1 % now."""
     had, has = before.get("strategies") or {}, after.get("strategies") or {}
@@ -225,23 +253,25 @@ def table(columns: dict[str, dict]) -> str:
 
 def measure_path(config: Config, given: set[str]) -> Measured:
     """Evaluate what the command line names: a run with the settings in its folder, unless flags say otherwise."""
-    path, model, base_task = Path(config.path), config.path, config.data
+    path, model, base_task, ruler = Path(config.path), config.path, config.data, None
     is_run = (path / "config.json").is_file() and "method" in read_json(path / "config.json")
+    if config.export and not is_run:
+        raise ValueError(f"--export writes a trained run: {config.path} is none")
     if is_run:
         from train import Config as RunConfig               # here, since train.py imports this file
         saved = from_saved(RunConfig, read_json(path / "config.json"), str(path / "config.json"))
         settings = {**asdict(saved), "split": saved.eval_split, "problems": saved.eval_problems, "samples": saved.eval_samples}
-        taken = {name: settings[name] for name in ("data", "split", "temperature", "max_new_tokens", "problems", "samples", "dtype", "cache", "prompt",
-                                                     "system", "instruction") if name not in given}
-        config, model, base_task = replace(config, **taken), saved.model, saved.data
+        config, model, base_task = replace(config, **{name: settings[name] for name in OF_A_RUN - given}), saved.model, saved.data
     problems = data.load(config.data, config.split, config.problems)
     policy = open_policy(model, base_task, config.cache, config.device, config.dtype,
                          Prompt(config.prompt, config.system, config.instruction))
-    ruler = None
     if is_run:
         lora.load(policy.model, path / "adapter")
         ruler = Ruler.load(path / "ruler.safetensors", policy.model) if (path / "ruler.safetensors").exists() else None
-    return evaluate(policy, problems, config.samples, config.temperature, config.max_new_tokens, config.seed, True, ruler)
+    measured = evaluate(policy, problems, config.samples, config.temperature, config.max_new_tokens, config.seed, True, ruler)
+    if config.export:
+        export(policy, Path(config.export), asdict(saved), measured.metrics)
+    return measured
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -249,11 +279,14 @@ def main(argv: list[str] | None = None) -> None:
     try:
         if config.output and (Path(config.output).is_dir() or not Path(config.output).absolute().parent.is_dir()):
             raise ValueError(f"--output {config.output}: expected a file in a folder that exists")
+        if config.export and Path(config.export).exists() and (not Path(config.export).is_dir() or any(Path(config.export).iterdir())):
+            raise ValueError(f"--export {config.export} exists and is not an empty folder: choose another")
         result = measure_path(config, given).metrics
         print(table({Path(config.path).name: result}))
         if config.output:
             write_json(Path(config.output), result)
-            print(f"written to {config.output}")
+        for written in filter(None, (config.output, config.export)):
+            print(f"written to {written}")
     except (ValueError, OSError, FloatingPointError) as error:
         fail(error)
     except KeyboardInterrupt:

@@ -23,6 +23,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from files import find_model_folder, find_weight_files, read_json, read_tensors, write_json, write_tensors
 
@@ -135,7 +136,7 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(config.head_dim, config.norm_eps)
         self.qk_norm = config.qk_norm
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache, offset: int) -> Tensor:
         q, k, v = (project(x).unflatten(-1, (-1, self.head_dim))                 # (B, T, heads, head_dim)
                    for project in (self.q_proj, self.k_proj, self.v_proj))
         if self.qk_norm:
@@ -143,7 +144,7 @@ class Attention(nn.Module):
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)        # (B, heads, T, head_dim)
         if cache is not None:
-            k, v = cache.append(self.layer, k, v)                                # (B, kv_heads, slots, head_dim)
+            k, v = cache.append(self.layer, k, v, offset)                             # (B, kv_heads, slots, head_dim)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and x.shape[1] > 1,
                                            enable_gqa=self.grouped)
         return self.o_proj(y.transpose(1, 2).flatten(2))
@@ -168,11 +169,11 @@ class Layer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
 
-    def attend(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache) -> Tensor:
-        return x + self.self_attn(self.input_layernorm(x), cos, sin, mask, cache)
+    def attend(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache, offset: int) -> Tensor:
+        return x + self.self_attn(self.input_layernorm(x), cos, sin, mask, cache, offset)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache) -> Tensor:
-        x = self.attend(x, cos, sin, mask, cache)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache, offset: int) -> Tensor:
+        x = self.attend(x, cos, sin, mask, cache, offset)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -183,17 +184,17 @@ class Cache:
         self.values: list[Tensor] = []
         self.length = 0                                     # slots in use; the model advances it
 
-    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def append(self, layer: int, k: Tensor, v: Tensor, offset: int) -> tuple[Tensor, Tensor]:
         if layer == len(self.keys):
             self.keys.append(k.new_empty(*k.shape[:2], 0, k.shape[3]))
             self.values.append(v.new_empty(*v.shape[:2], 0, v.shape[3]))
-        end = self.length + k.shape[2]
+        end = offset + k.shape[2]
         for store, new in ((self.keys, k), (self.values, v)):
             if end > store[layer].shape[2]:
                 full = store[layer]
                 store[layer] = full.new_empty(*full.shape[:2], 2 * end, full.shape[3])
-                store[layer][:, :, :self.length] = full[:, :, :self.length]
-            store[layer][:, :, self.length:end] = new
+                store[layer][:, :, :offset] = full[:, :, :offset]
+            store[layer][:, :, offset:end] = new
         return self.keys[layer][:, :, :end], self.values[layer][:, :, :end]      # (rows, kv_heads, end, head_dim)
 
     def select(self, rows: Tensor) -> None:
@@ -205,15 +206,17 @@ class Cache:
 class SharedPrefix:
     """Keys and values of prompts, with their gradient, that `samples` responses each attend to.
 
-    The first forward through it stores the prompts (B rows); the second takes the responses (B * samples rows).
+    The first forward through it stores the prompts (B rows); the second takes the responses (B * samples rows). A layer
+    that is recomputed for its gradient comes by once more: `offset`, the slots before its input, says which of the two it is.
     """
     def __init__(self, samples: int):
         self.samples, self.length = samples, 0
         self.prompt: list[tuple[Tensor, Tensor]] = []
 
-    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        if layer == len(self.prompt):
-            self.prompt.append((k, v))
+    def append(self, layer: int, k: Tensor, v: Tensor, offset: int) -> tuple[Tensor, Tensor]:
+        if not offset:
+            if layer == len(self.prompt):
+                self.prompt.append((k, v))
             return k, v
         prompt_k, prompt_v = (t.repeat_interleave(self.samples, dim=0) for t in self.prompt[layer])
         return torch.cat((prompt_k, k), dim=2), torch.cat((prompt_v, v), dim=2)
@@ -228,6 +231,7 @@ class Transformer(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.lm_head = None if config.tied else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.frequencies = rotary_frequencies(config)
+        self.recompute = False          # gradient checkpointing: keep each layer's input only, run it again for its gradient
 
     @property
     def head(self) -> Tensor:
@@ -256,9 +260,13 @@ class Transformer(nn.Module):
         angles = positions[..., None] * self.frequencies.to(ids.device)                        # (B or 1, T, d/2)
         angles = torch.cat((angles, angles), dim=-1)[:, :, None]                               # (B or 1, T, 1, d)
         cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        inputs = (cos, sin, mask, cache, offset)
         for layer in self.layers if attention is None else self.layers[:attention - 1]:
-            x = layer(x, cos, sin, mask, cache)
-        x = self.norm(x) if attention is None else self.layers[attention - 1].attend(x, cos, sin, mask, cache)
+            if self.recompute and torch.is_grad_enabled():
+                x = checkpoint(layer, x, *inputs, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = layer(x, *inputs)
+        x = self.norm(x) if attention is None else self.layers[attention - 1].attend(x, *inputs)
         if cache is not None:
             cache.length += T
         return x

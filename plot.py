@@ -4,7 +4,7 @@
     python plot.py runs/a runs/b --output figures
 
 Runs whose folders differ only in a number at the end are seeds of one setting: they share a line and a band, the 95 %
-interval of their mean. Reads config.json, metrics.jsonl, evaluations.jsonl and samples-*.jsonl; needs matplotlib.
+interval of their mean. Reads config.json, metrics.jsonl, evaluations.jsonl and samples*.jsonl; needs matplotlib.
 
     story         pass@1, pass@5 and strategy entropy over training
     passes        pass@k for k up to the number of samples, before and after training
@@ -231,7 +231,7 @@ def embeddings(runs: list[Run]):
     groups = {name: members[0] for name, members in grouped(runs).items() if name in ("grpo", "sus")} or {runs[0].name: runs[0]}
     first = next(iter(groups.values()))
     wanted = {"before training": first.folder / "samples-before.jsonl",
-              **{f"after {NAMES.get(name, name)}": run.folder / "samples-after.jsonl" for name, run in sorted(groups.items())}}
+              **{f"after {NAMES.get(name, name)}": run.folder / "samples.jsonl" for name, run in sorted(groups.items())}}
     places = {}
     for heading, file in wanted.items():
         if file.exists():

@@ -13,6 +13,7 @@ training problems, the first adapter and the sampling.
 """
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -50,7 +51,7 @@ class Config:
     part: str = knob("main", "which table", choices=tuple(PARTS), group="What to run")
     quick: bool = knob(False, "both parts, either part, none, with three seeds")
     seeds: int = knob(5, "how many seeds for the main table; the other parts take 3", low=1)
-    steps: int = knob(200, "policy updates a run", low=1)
+    steps: int = knob(300, "policy updates a run", low=1)
     folder: str = knob("runs/reproduce", "where the runs, tables and figures go", group="Where and how")
     cache: str = knob("cache", "folder of the tiny base model")
     workers: int = knob(0, "processes side by side; 0 takes one a core, or one when there is a GPU", low=0)
@@ -170,6 +171,7 @@ def write_up(config: Config, jobs: list[Job]) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     config, _ = parse(Config, __doc__, argv)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)          # as Ctrl-C: the runs are stopped and saved too
     workers = config.workers or (1 if torch.cuda.is_available() else os.cpu_count())
     jobs = plan(config)
     folder = jobs[0].folder.parent

@@ -24,6 +24,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+import budget
+import card
 import checkpoint
 import data
 import evaluate
@@ -34,7 +36,7 @@ import plot
 import reward
 import sample
 import strategy
-from files import append_line, read_lines, write_json, write_lines
+from files import append_line, read_lines, write_json, write_lines, write_text
 from flags import fail, knob, parse
 from ruler import Ruler
 
@@ -43,10 +45,14 @@ from ruler import Ruler
 class Config:
     run: str = knob("", "folder of the run; empty picks runs/METHOD-DATA-SEED", group="The run")
     resume: bool = knob(False, "continue the run in --run from its last checkpoint")
-    steps: int = knob(200, "policy updates in all", low=1)
+    steps: int = knob(300, "policy updates in all", low=1)
     seed: int = knob(0, "everything random follows from it", low=0, high=2 ** 32 - 1)
     checkpoint_every: int = knob(50, "steps between checkpoints", low=1)
     device: str = knob("auto", "where to compute", choices=evaluate.DEVICES)
+    preset: str = knob("none", "other defaults: paper is Qwen2.5-1.5B on GSM8K as in the paper", choices=("none", "paper"))
+    dry_run: bool = knob(False, "print the settings, the memory and the tokens that the run needs, and stop")
+    wandb: bool = knob(False, "also log to Weights & Biases")
+    tensorboard: bool = knob(False, "also log to TensorBoard, into the run's folder")
 
     model: str = knob("tiny", "a Hugging Face folder or hub id (Qwen2, Qwen3, Llama), or tiny", group="The model")
     dtype: str = knob("auto", "of the base weights; adapters are always float32", choices=evaluate.DTYPES)
@@ -111,11 +117,19 @@ class Config:
     epochs: int = knob(1, "updates on each batch of responses", low=1)
     clip_gradient: float = knob(1.0, "largest gradient norm", above=0)
     micro_batch: int = knob(32, "problems that go through the model at a time: lower it to save memory", low=1)
+    recompute: bool = knob(False, "gradient checkpointing: much less memory for a third more time in the update")
 
     eval_every: int = knob(0, "steps between evaluations; 0 evaluates before and after only", low=0, group="The evaluation")
     eval_split: str = knob("test", "problems to evaluate on: test to report, validation to tune", choices=("test", "validation"))
     eval_problems: int = knob(200, "test problems", low=1)
     eval_samples: int = knob(16, "responses to each", low=1)
+
+
+# The paper's Table 3: 3 epochs over 7,473 problems, 2 at a time and 4 times accumulated, are 2,802 updates on 8 problems.
+PRESETS = {"none": {}, "paper": dict(
+    model="Qwen/Qwen2.5-1.5B", data="gsm8k", train_problems=0, steps=2802, problems=8, micro_batch=1, samples=8, max_new_tokens=256,
+    learning_rate=2e-5, rank=8, dimension=128, alpha=0.3, lambda_ss=1.0, lambda_sus=0.5, gate="correct", normalise="std", kl=0.04,
+    strategy_warmup=0, strategy_batch=8, eval_problems=200, eval_samples=8, eval_every=934, checkpoint_every=100)}
 
 
 class Run:
@@ -133,6 +147,7 @@ class Run:
         self.policy = evaluate.open_policy(config.model, config.data, config.cache, config.device, config.dtype, evaluate.Prompt(
             config.prompt, config.system, config.instruction), config.rebuild)
         self.model = lora.apply(self.policy.model, config.rank, config.lora_alpha, config.targets, config.seed)
+        self.model.recompute = config.recompute
         self.prompts = self.policy.encode(self.problems)
         sample.check(self.prompts + self.policy.encode(self.test), config.samples, config.max_new_tokens,
                      config.temperature, self.model.config)
@@ -147,7 +162,7 @@ class Run:
                 config.momentum, config.strategy_rate, config.strategy_batch, config.buffer, config.clusters, config.seed))
         if config.learn_lambdas:
             self.weights = meta.LearnedWeights(config.lambda_ss, config.lambda_sus, config.lambda_rate)
-        self.step = 0                                       # steps taken
+        self.step, self.logs = 0, open_logs(config)         # steps taken
         if config.resume:
             checkpoint.load(self)
             if self.step > config.steps:
@@ -184,7 +199,9 @@ class Run:
             if not ruler.exists():
                 measured.ruler.save(ruler)
             known[self.step] = {"step": self.step, **measured.metrics}
-            write_lines(self.folder / f"samples-{'before' if not self.step else 'after'}.jsonl", measured.samples)
+            for name in ("samples", *([] if self.step else ["samples-before"])):
+                write_lines(self.folder / f"{name}.jsonl", measured.samples)
+            write_text(self.folder / "samples.md", evaluate.show(measured.samples))
             append_line(file, known[self.step])
         return known[self.step]
 
@@ -292,6 +309,22 @@ def train_step(run: Run) -> dict:
             "gradient_norm": float(norm), "learning_rate": rate, "tokens_per_second": tokens / seconds, **clock.seconds}
 
 
+def open_logs(config: Config) -> list:
+    """Functions that take a step's metrics, for the services that were asked for."""
+    logs = []
+    try:
+        if config.wandb:
+            import wandb
+            logs.append(wandb.init(project="sus", name=Path(config.run).name, dir=config.run, config=asdict(config)).log)
+        if config.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+            writer = SummaryWriter(config.run)
+            logs.append(lambda metrics: [writer.add_scalar(name, value, metrics["step"]) for name, value in metrics.items()])
+    except ImportError as error:
+        raise ValueError(f"{error.name} is not installed: pip install {error.name}, or leave --{error.name} out") from None
+    return logs
+
+
 def train(run: Run) -> None:
     """Steps until the end or until Ctrl-C, which lets the step finish and saves it."""
     config, stop, saved = run.config, [], run.step
@@ -303,6 +336,8 @@ def train(run: Run) -> None:
             run.evaluate()
         metrics = train_step(run)
         append_line(run.folder / "metrics.jsonl", metrics)
+        for log in run.logs:
+            log(metrics)
         bar.set_postfix(correct=f"{metrics['correct']:.2f}", entropy=f"{metrics['entropy']:.2f}", refresh=False)
         bar.update()
         if run.step % config.checkpoint_every == 0:
@@ -334,9 +369,11 @@ def start(config: Config) -> Run:
 
 def main(argv: list[str] | None = None) -> None:
     config, given = parse(Config, __doc__, argv)
-    run = None
+    config, run = replace(config, **{name: value for name, value in PRESETS[config.preset].items() if name not in given}), None
     try:
         try:
+            if config.dry_run:
+                return print(budget.report(config))
             run = start(checkpoint.resolve(config, given))
         except ValueError as error:
             fail(error)
@@ -346,6 +383,7 @@ def main(argv: list[str] | None = None) -> None:
         train(run)
         after = run.evaluate()
         write_json(run.folder / "evaluation.json", after)
+        card.write(run.folder / "adapter", asdict(run.config), after, merged=False)
     except (OSError, FloatingPointError) as error:
         fail(error)
     except KeyboardInterrupt:

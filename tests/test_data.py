@@ -1,7 +1,11 @@
 """Countdown: the judge by hand and by brute force, and splits that cannot meet."""
 import itertools
+import json
+import os
 import random
 import time
+from fractions import Fraction
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -115,3 +119,58 @@ def test_hostile_text_takes_no_time():
         assert PROBLEM.judge(text) == 0
     small = time.perf_counter() - begin
     assert small < 1                                        # a million characters each: anything but linear takes hours
+
+
+def write_lines(file, *records):
+    file.write_text("".join((record if isinstance(record, str) else json.dumps(record)) + "\n" for record in records))
+    return file
+
+
+def test_questions_from_a_file_and_a_folder(tmp_path):
+    records = [{"question": f"What is {n} + 1?", "answer": f"Add one.\n#### {n + 1:,}"} for n in range(2000)]
+    file = write_lines(tmp_path / "all.jsonl", *records)
+    splits = {split: data.load(str(file), split, 0) for split in ("train", "validation", "test")}
+    assert sum(map(len, splits.values())) == 2000 and len({p.question for problems in splits.values() for p in problems}) == 2000
+    assert 1350 < len(splits["train"]) < 1650 and len(data.load(str(file), "test", 7)) == 7
+    problem = splits["test"][0]
+    assert problem.judge(f"so it is ${problem.answer}.") == 1 and problem.judge("no idea") == 0
+    assert problem.judge(f"#### {problem.answer}\nQuestion: what is 2 + 2?\nAnswer: 4") == 1      # its own next question
+    write_lines(tmp_path / "folder-test.jsonl", *records[:3])
+    (tmp_path / "folder").mkdir()
+    write_lines(tmp_path / "folder" / "train.jsonl", *records[3:10], "")
+    write_lines(tmp_path / "folder" / "test.jsonl", {"question": "half?", "answer": 0.5}, {"question": "three?", "answer": 3})
+    assert len(data.load(str(tmp_path / "folder"), "train", 100)) == 7
+    assert {p.answer for p in data.load(str(tmp_path / "folder"), "test", 0)} == {Fraction(1, 2), Fraction(3)}
+    with pytest.raises(ValueError, match="no validation split"):
+        data.load(str(tmp_path / "folder"), "validation", 5)
+    first = data.load(str(file), "train", 50, 1)
+    assert first == data.load(str(file), "train", 50, 1) != data.load(str(file), "train", 50, 2)
+
+
+@pytest.mark.parametrize("line, word", [
+    ("{", "not valid JSON"), ("[]", "expected an object"), ('{"answer": "3"}', "question"), ('{"question": " ", "answer": "3"}', "question"),
+    ('{"question": "q"}', "answer is 'None'"), ('{"question": "q", "answer": "Paris"}', "'Paris'"), ('{"question": "q", "answer": true}', "True"),
+    ('{"question": "q", "answer": [3]}', "[3]"), ("\udcff", "not valid JSON"), ("[" * 100000, "not valid JSON")])
+def test_a_malformed_line_is_named(tmp_path, line, word):
+    file = tmp_path / "q.jsonl"
+    good = b'{"question": "q", "answer": "3"}\n'
+    file.write_bytes(good + b"\n" + line.encode(errors="surrogateescape") + b"\n" + good)
+    with pytest.raises(ValueError) as error:
+        data.load(str(file), "train", 0)
+    assert f"{file}, line 3" in str(error.value) and word in str(error.value)
+
+
+def test_an_empty_file_and_an_unknown_name(tmp_path):
+    (tmp_path / "empty.jsonl").write_text("\n")
+    for name, word in ((tmp_path / "empty.jsonl", "holds no problem"), (tmp_path / "missing.jsonl", "expected countdown"), (tmp_path, "no train split")):
+        with pytest.raises(ValueError, match=word):
+            data.load(str(name), "train", 0)
+
+
+@pytest.mark.skipif(not os.environ.get("SUS_GSM8K"), reason="SUS_GSM8K does not name a folder with GSM8K's train.jsonl and test.jsonl")
+def test_gsm8k_from_a_folder():
+    folder = os.environ["SUS_GSM8K"]
+    assert len(data.load(folder, "train", 0)) == 7473 and len(data.load(folder, "test", 0)) == 1319
+    for line in (Path(folder) / "test.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        assert data.make_question(record, "here").judge(record["answer"]) == 1

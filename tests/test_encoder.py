@@ -29,13 +29,20 @@ def test_pooling_by_hand():
     torch.testing.assert_close(encoder.pool(states, mask), torch.tensor([[2.0, 3.0], [0.0, 0.0]]))
 
 
-def test_halves_split_a_response():
-    mask = torch.arange(9) < torch.tensor([9, 4, 1, 0])[:, None]
-    first, second = encoder.halves(mask, seeded()).unbind(1)
-    assert torch.equal(first | second, mask)
-    assert first.sum(1).tolist() == [5, 2, 1, 0] and second.sum(1).tolist() == [4, 2, 1, 0]
-    assert not (first & second)[[0, 1, 3]].any()
-    assert not torch.equal(first, encoder.halves(mask, seeded(1))[:, 0])
+def test_halves_split_a_response_and_no_token_is_in_both():
+    mask = torch.arange(9) < torch.tensor([9, 4, 1, 0, 3])[:, None]
+    ids = torch.tensor([[5, 7, 5, 8, 7, 5, 6, 4, 3], [2, 3, 4, 5, 0, 0, 0, 0, 0], [2] + [0] * 8, [0] * 9, [4, 4, 4, 0, 0, 0, 0, 0, 0]])
+    seen = set()
+    for seed in range(30):
+        first, second = encoder.halves(ids, mask, seeded(seed)).unbind(1)
+        assert torch.equal(first | second, mask)
+        for row in (0, 1):
+            kinds = [set(ids[row][half[row]].tolist()) for half in (first, second)]
+            assert all(kinds) and (kinds[0].isdisjoint(kinds[1]) or torch.equal(first[row] & second[row], first[row])
+                                   or torch.equal(first[row] & second[row], second[row]))
+        assert torch.equal(first[[2, 3, 4]], mask[[2, 3, 4]]) and torch.equal(second[[2, 3, 4]], mask[[2, 3, 4]])
+        seen.add(tuple(first[0].tolist()))
+    assert len(seen) > 10
 
 
 def test_features_equal_a_loop_over_transformers_hidden_states(model, tmp_path):

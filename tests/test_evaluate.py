@@ -2,6 +2,7 @@
 import itertools
 import json
 import math
+from fractions import Fraction
 
 import pytest
 import torch
@@ -135,3 +136,34 @@ def test_a_folder_without_a_tokenizer(tmp_path, capsys):
     with pytest.raises(SystemExit):
         evaluate.main([str(tmp_path)])
     assert "tokenizer" in capsys.readouterr().err
+
+
+CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+
+
+def test_prompts_follow_the_chat_template(policy):
+    problem, plain = data.Question("What is 2+3?", Fraction(5)), policy.encode([data.Countdown((3, 8, 5), 19)])
+    assert plain == [policy.tokenizer("use 3,8,5 to make 19:").input_ids]
+    policy.tokenizer.chat_template = CHAT
+    policy.prompt = evaluate.Prompt("auto", "Be brief.", "Only a number.")
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 2+3?\nOnly a number."}]
+    assert policy.chat(problem) == messages
+    assert policy.encode([problem]) == [policy.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)]
+    policy.prompt = evaluate.Prompt()
+    assert policy.chat(problem)[0]["content"].endswith(data.Question.instruction) and len(policy.chat(problem)) == 1
+    policy.prompt = evaluate.Prompt("plain")
+    assert policy.encode([data.Countdown((3, 8, 5), 19)]) == plain
+
+
+def test_chat_without_a_template_is_refused(cache):
+    with pytest.raises(ValueError, match="no chat template"):
+        evaluate.open_policy("tiny", "countdown", str(cache), "cpu", "float32", evaluate.Prompt("chat"))
+
+
+def test_samples_for_people():
+    def response(text, correct, cluster):
+        return {"text": text, "correct": correct, "cluster": cluster, "strategy": "++" if correct else None, "place": [0, 0]}
+    text = evaluate.show([{"question": "one", "responses": [response("a", 1.0, 0)] * 3},
+                          {"question": "two", "responses": [response("b", 0.0, 0), response("c", 1.0, 0), response("d", 0.0, 4)]}])
+    assert text.index("## two") < text.index("## one") and "Right, cluster 0, strategy ++:" in text and "Wrong, cluster 4:" in text
+    assert "```\nc\n```" in text and "```\nb\n```" not in text         # the right one stands for its cluster

@@ -217,3 +217,11 @@ def test_empty_responses_give_no_nan(model, rollout, normalise):
     rollout.lengths[0] = 2
     metrics, vector = gradient(model, rollout, replace(SETTINGS, kl=0.0, normalise=normalise))
     assert vector.isfinite().all() and (vector != 0).any() and math.isfinite(metrics["loss"])
+
+
+def test_recomputing_layers_changes_no_gradient(model, rollout):
+    reference = grpo.reference_logprobs(model, PROMPTS, rollout, SETTINGS)
+    metrics, expected = gradient(model, rollout, SETTINGS, reference=reference)
+    model.recompute = True
+    again, ours = gradient(model, rollout, SETTINGS, reference=reference)
+    assert metrics == again and torch.equal(ours, expected)

@@ -17,9 +17,9 @@ def make_run(folder, method, seed, shift=0.0, **config):
     evaluations = [{"step": s, "pass@1": s / 40 + shift, "pass@5": s / 30 + shift, "strategy_entropy": 2 - s / 20, "cluster_entropy": None,
                     "pass_curve": [0.1 + shift, 0.2 + shift]} for s in (0, 10, 20)]
     (folder / "evaluations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in evaluations))
-    for name in ("before", "after"):
+    for name in ("samples-before", "samples"):
         record = {"question": "q", "responses": [{"text": "t", "correct": 1.0, "cluster": 0, "place": [seed, 1.0], "strategy": s} for s in ("++", None)]}
-        (folder / f"samples-{name}.jsonl").write_text(json.dumps(record) + "\n")
+        (folder / f"{name}.jsonl").write_text(json.dumps(record) + "\n")
 
 
 def test_runs_are_grouped_and_every_figure_is_drawn(tmp_path):

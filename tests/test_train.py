@@ -331,3 +331,49 @@ def test_help_is_a_manual(capsys):
     for word in ("--run", "--steps", "--seed", "--resume", "--method", "--model", "--data", "--problems", "--samples",
                  "--normalise", "--kl", "--learning-rate", "--rank", "The model", "The objective", "(default 200)"):
         assert word in text
+
+
+def test_export_is_a_folder_that_transformers_continues_alike(whole, cache, tmp_path):
+    evaluate.main([str(whole), "--export", str(tmp_path / "merged"), "--cache", str(cache)])
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "merged")
+    policy = evaluate.open_policy("tiny", "countdown", str(cache), "cpu", "float32")
+    train.lora.load(policy.model, whole / "adapter")
+    problems = data.load("countdown", "test", 20)
+    ours = policy.decode(train.sample.generate(policy.model, policy.encode(problems), 1, 16, 0.0, policy.eos_ids, torch.Generator()))
+    for problem, text in zip(problems, ours):
+        ids = tokenizer(problem.prompt, return_tensors="pt").input_ids
+        continued = theirs.generate(ids, max_new_tokens=16, do_sample=False, pad_token_id=0)[0, ids.shape[1]:]
+        assert tokenizer.decode(continued, skip_special_tokens=True) == text
+    for folder, library in ((tmp_path / "merged", "transformers"), (whole / "adapter", "peft")):
+        card = (folder / "README.md").read_text()
+        assert card.startswith("---\nlicense: other\n") and f"library_name: {library}" in card and "| pass@1 |" in card
+    with pytest.raises(SystemExit):
+        evaluate.main([str(whole), "--export", str(tmp_path / "merged"), "--cache", str(cache)])
+    with pytest.raises(SystemExit):
+        evaluate.main(["tiny", "--export", str(tmp_path / "other"), "--cache", str(cache)])
+
+
+def test_logs_on_request(cache, tmp_path, capsys, monkeypatch):
+    logged = []
+    fake = type("W", (), {"init": staticmethod(lambda **options: type("R", (), {"log": staticmethod(logged.append)}))})
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    run(tmp_path / "run", cache, "--steps", "2", "--method", "grpo", "--wandb")
+    assert [metrics["step"] for metrics in logged] == [1, 2]
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(SystemExit):
+        run(tmp_path / "other", cache, "--steps", "2", "--method", "grpo", "--wandb")
+    assert "pip install wandb" in capsys.readouterr().err and not (tmp_path / "other").exists()
+
+
+def test_training_on_questions_of_ones_own(cache, tmp_path):
+    """The tiny model cannot read, but everything between the file and the adapter can be seen to work."""
+    file = tmp_path / "sums.jsonl"
+    file.write_text("".join(json.dumps({"question": f"{a}+{b}=", "answer": a + b}) + "\n" for a in range(9) for b in range(9)))
+    folder = run(tmp_path / "run", cache, "--steps", "2", "--data", str(file), "--model", str(cache / "tiny-countdown"),
+                 "--max-new-tokens", "4", "--prompt", "plain")
+    evaluation = json.loads((folder / "evaluation.json").read_text())
+    assert evaluation["strategy_entropy"] is None and evaluation["cluster_entropy"] is not None
+    records = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    assert len(records) == 8 and set(records[0]["responses"][0]) == {"text", "correct", "cluster", "place"}
+    assert (folder / "samples.md").read_text().startswith("# Samples")
