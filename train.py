@@ -16,7 +16,6 @@ last one), adapter/ in PEFT's format, and checkpoint/.
 import hashlib
 import signal
 import sys
-import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -30,9 +29,9 @@ import checkpoint
 import data
 import evaluate
 import grpo
+import log
 import lora
 import meta
-import plot
 import reward
 import sample
 import strategy
@@ -162,7 +161,7 @@ class Run:
                 config.momentum, config.strategy_rate, config.strategy_batch, config.buffer, config.clusters, config.seed))
         if config.learn_lambdas:
             self.weights = meta.LearnedWeights(config.lambda_ss, config.lambda_sus, config.lambda_rate)
-        self.step, self.logs = 0, open_logs(config)         # steps taken
+        self.step, self.logs = 0, log.open_all(config)         # steps taken
         if config.resume:
             checkpoint.load(self)
             if self.step > config.steps:
@@ -206,16 +205,6 @@ class Run:
         return known[self.step]
 
 
-class Stopwatch:
-    """Seconds a stage: call it with the stage's name when the stage ends."""
-    def __init__(self):
-        self.seconds, self.last = {}, time.perf_counter()
-
-    def __call__(self, stage: str) -> None:
-        now = time.perf_counter()
-        self.seconds[f"seconds_{stage}"], self.last = now - self.last, now
-
-
 def roll_out(run: Run, chosen: list[int], generator: torch.Generator):
     """-> the chosen problems, their prompts, G responses to each as ids and as text."""
     config, prompts = run.config, [run.prompts[i] for i in chosen]
@@ -257,7 +246,7 @@ def warm_up(run: Run) -> None:
 
 def train_step(run: Run) -> dict:
     """One step of GRPO -> its metrics."""
-    config, model, clock = run.config, run.model, Stopwatch()
+    config, model, clock = run.config, run.model, log.Stopwatch()
 
     # 1 rollout: G responses to each of B problems
     problems, prompts, rollout, responses = roll_out(run, run.batch(run.step), run.generator("rollout", run.step))
@@ -309,22 +298,6 @@ def train_step(run: Run) -> dict:
             "gradient_norm": float(norm), "learning_rate": rate, "tokens_per_second": tokens / seconds, **clock.seconds}
 
 
-def open_logs(config: Config) -> list:
-    """Functions that take a step's metrics, for the services that were asked for."""
-    logs = []
-    try:
-        if config.wandb:
-            import wandb
-            logs.append(wandb.init(project="sus", name=Path(config.run).name, dir=config.run, config=asdict(config)).log)
-        if config.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-            writer = SummaryWriter(config.run)
-            logs.append(lambda metrics: [writer.add_scalar(name, value, metrics["step"]) for name, value in metrics.items()])
-    except ImportError as error:
-        raise ValueError(f"{error.name} is not installed: pip install {error.name}, or leave --{error.name} out") from None
-    return logs
-
-
 def train(run: Run) -> None:
     """Steps until the end or until Ctrl-C, which lets the step finish and saves it."""
     config, stop, saved = run.config, [], run.step
@@ -336,8 +309,8 @@ def train(run: Run) -> None:
             run.evaluate()
         metrics = train_step(run)
         append_line(run.folder / "metrics.jsonl", metrics)
-        for log in run.logs:
-            log(metrics)
+        for send in run.logs:
+            send(metrics)
         bar.set_postfix(correct=f"{metrics['correct']:.2f}", entropy=f"{metrics['entropy']:.2f}", refresh=False)
         bar.update()
         if run.step % config.checkpoint_every == 0:
@@ -390,14 +363,7 @@ def main(argv: list[str] | None = None) -> None:
         how = f"To continue:\n  python train.py --run {run.folder} --resume" if run else "Nothing was written."
         print(f"\nstopped after {run.step if run else 0} steps. {how}", file=sys.stderr)
         sys.exit(130)
-    print(evaluate.table({**({"before": before} if before else {}), f"after {after['step']} steps": after}))
-    if before and (gone := evaluate.lost(before, after)):
-        print(f"lost strategies: {'  '.join(gone)}")
-    try:
-        print(f"curves: {plot.draw(plot.find_runs([str(run.folder)]), run.folder, (plot.training,))[0]}")
-    except ValueError as error:
-        print(f"no curves: {error}, then python plot.py {run.folder}")
-    print(f"config.json, metrics.jsonl, evaluation.json, adapter/ and checkpoint/ are in {run.folder}")
+    log.summary(run.folder, before, after)
 
 
 if __name__ == "__main__":

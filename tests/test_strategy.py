@@ -66,6 +66,19 @@ def test_the_momentum_head_follows_slowly_and_learns_nothing():
         assert all(p.grad is not None for p in getattr(networks, name).parameters()), name
 
 
+def test_responses_that_say_the_same_are_no_negatives():
+    anchors = torch.eye(4)[:3][None]                                       # three responses, the first two alike
+    same = torch.tensor([[[True, True, False], [True, True, False], [False, False, True]]])
+    anchors[0, 1] = anchors[0, 0]
+    loss, accuracy = contrast(anchors, anchors, 0.5, "group", same)
+    assert loss.item() == pytest.approx(math.log(1 + math.exp(-2)) * 2 / 3 + math.log(1 + 2 * math.exp(-2)) / 3)
+    assert accuracy == 1
+    whole, _ = contrast(anchors.repeat(2, 1, 1), anchors.repeat(2, 1, 1), 0.5, "batch", same.repeat(2, 1, 1))
+    # the other group's copies stay negatives: e^2 + 2 e^2 + 2 for the first two, e^2 + e^2 + 4 for the third
+    e = math.exp(2)
+    assert whole.item() == pytest.approx(2 / 3 * math.log((e + 2 * e + 2) / e) + 1 / 3 * math.log((2 * e + 4) / e))
+
+
 def test_the_replay_buffer_is_bounded_and_uniform():
     replay = Replay(10)
     for start in range(0, 24, 4):
@@ -73,8 +86,9 @@ def test_the_replay_buffer_is_bounded_and_uniform():
         batch.query[:, 0] = torch.arange(start, start + 4.0)
         replay.add(batch, torch.zeros(4, 4))
     assert sorted(replay.store["query"][:, 0].tolist()) == list(range(14, 24))
-    drawn = Counter(replay.sample(20_000, seeded())[0].query[:, 0].tolist())
-    assert len(drawn) == 10 and all(abs(count - 2000) < 200 for count in drawn.values())
+    drawn = Counter(row for seed in range(2000) for row in replay.sample(3, seeded(seed))[0].query[:, 0].tolist())
+    assert len(drawn) == 10 and all(abs(count - 600) < 100 for count in drawn.values())
+    assert len(set(replay.sample(20, seeded())[0].query[:, 0].tolist())) == 10          # none twice
     large = Replay(3)
     large.add(random_features(8), torch.zeros(8, 4))
     assert large.store["query"].shape[0] == 3 and large.added == 8

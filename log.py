@@ -1,0 +1,45 @@
+"""What a run says about itself beside metrics.jsonl: seconds a stage, other people's loggers, and the last words."""
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import evaluate
+import plot
+
+
+class Stopwatch:
+    """Seconds a stage: call it with the stage's name when the stage ends."""
+    def __init__(self):
+        self.seconds, self.last = {}, time.perf_counter()
+
+    def __call__(self, stage: str) -> None:
+        now = time.perf_counter()
+        self.seconds[f"seconds_{stage}"], self.last = now - self.last, now
+
+
+def open_all(config) -> list:
+    """Functions that take a step's metrics, for the services that were asked for."""
+    logs = []
+    try:
+        if config.wandb:
+            import wandb
+            logs.append(wandb.init(project="sus", name=Path(config.run).name, dir=config.run, config=asdict(config)).log)
+        if config.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+            writer = SummaryWriter(config.run)
+            logs.append(lambda metrics: [writer.add_scalar(name, value, metrics["step"]) for name, value in metrics.items()])
+    except ImportError as error:
+        raise ValueError(f"{error.name} is not installed: pip install {error.name}, or leave --{error.name} out") from None
+    return logs
+
+
+def summary(folder: Path, before: dict | None, after: dict) -> None:
+    """The table before and after, what was lost on the way, and where everything is."""
+    print(evaluate.table({**({"before": before} if before else {}), f"after {after['step']} steps": after}))
+    if before and (gone := evaluate.lost(before, after)):
+        print(f"lost strategies: {'  '.join(gone)}")
+    try:
+        print(f"curves: {plot.draw(plot.find_runs([str(folder)]), folder, (plot.training,))[0]}")
+    except ValueError as error:
+        print(f"no curves: {error}, then python plot.py {folder}")
+    print(f"config.json, metrics.jsonl, evaluation.json, samples.md, adapter/ and checkpoint/ are in {folder}")
