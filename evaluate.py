@@ -162,7 +162,7 @@ def evaluate(policy: Policy, problems: list, samples: int, temperature: float, m
     clusters, places = (part.tolist() for part in ruler.read(features))
     groups = [responses[i:i + samples] for i in range(0, len(responses), samples)]
     metrics = measure(problems, groups, seed, clusters)
-    records = [{"question": problem.prompt, "responses": [
+    records = [{"question": getattr(problem, "question", problem.prompt), "responses": [
         {"text": text, "correct": problem.judge(text), "cluster": cluster, "place": place,
          **({"strategy": problem.strategy_of(text)} if hasattr(problem, "strategy_of") else {})}
         for text, cluster, place in zip(group, *others)]} for problem, group, *others in zip(problems, groups, clusters, places)]

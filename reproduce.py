@@ -152,7 +152,8 @@ def difference_table(runs: list[plot.Run], pairs: list[tuple[str, str]], columns
         for metric in columns:
             a, b = values(runs, ours, metric), values(runs, theirs, metric)
             middle, (mean, half) = sum(b) / len(b), plot.mean_and_half([x - y for x, y in zip(a, b)])
-            cells.append("{:+.0f} % ({:+.0f} to {:+.0f})".format(*(100 * x / middle for x in (mean, mean - half, mean + half))))
+            shares = [100 * x / middle if middle else float("nan") for x in (mean, mean - half, mean + half)]
+            cells.append("{:+.0f} % ({:+.0f} to {:+.0f})".format(*shares))
         lines.append(f"| {ours} over {theirs} | {' | '.join(cells)} |")
     return lines
 

@@ -137,6 +137,8 @@ class Run:
     def __init__(self, config: Config):
         self.config, self.folder = config, Path(config.run)
         lora.check(config.rank, config.lora_alpha, config.targets)      # cheap checks before the model is built
+        if not config.train_problems and config.data in data.COUNTDOWN:
+            raise ValueError(f"--train-problems 0 takes all problems of a file: {config.data} has no end, say how many")
         self.problems = data.load(config.data, "train", config.train_problems, config.seed)
         if config.method == "oracle" and not hasattr(self.problems[0], "strategy_of"):
             raise ValueError(f"--method oracle reads true strategies, which {config.data} cannot tell: choose another method")

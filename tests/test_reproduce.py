@@ -1,6 +1,4 @@
 """The statistics by hand on made-up runs, and a real, interrupted and resumed reproduction of the smallest size."""
-import json
-
 import pytest
 from test_plot import make_run
 
@@ -19,3 +17,35 @@ def test_tables_by_hand(tmp_path):
     assert "| base model | 0.0 % | 2.00 |" in table
     assert "| sus | 70.0 ± 24.8 % | 1.00 ± 0.00 |" in table            # 4.303 * 0.1 / sqrt(3) = 0.248
     assert "| sus over grpo | +40 % (-10 to +90) | +0 % (+0 to +0) |" in reproduce.difference_table(runs, [("sus", "grpo")], metrics)
+
+
+def test_a_plan_tunes_on_other_problems_and_seeds_than_it_reports():
+    config = reproduce.Config()
+    tune, main = (reproduce.plan(reproduce.Config(part=part)) for part in ("tune", "main"))
+    assert {job.seed for job in tune}.isdisjoint(job.seed for job in main)
+    assert all("validation" in job.flags for job in tune) and all("test" in job.flags for job in main)
+    assert len(main) == config.seeds * len(reproduce.MAIN) and len({job.folder for job in tune + main}) == len(tune + main)
+    methods = ["grpo" if "grpo" in job.name else "sus" for job in tune]
+    assert methods.count("grpo") == methods.count("sus")                   # the same budget for both
+    quick = reproduce.plan(reproduce.Config(quick=True))
+    assert {job.folder for job in quick} < {job.folder for job in main}    # the whole continues what the quick form began
+
+
+def test_a_small_reproduction_goes_on_after_a_failure(cache, tmp_path, monkeypatch, capsys):
+    small = "--eval-problems 8 --eval-samples 16 --problems 4 --samples 4 --train-problems 20"
+    monkeypatch.setitem(reproduce.PARTS, "main", {"grpo": f"--method grpo {small}", "sus": f"--strategy-warmup 4 --alpha -1 {small}"})
+    command = ["--steps", "4", "--seeds", "2", "--folder", str(tmp_path), "--cache", str(cache), "--workers", "2"]
+    with pytest.raises(SystemExit) as stopped:
+        reproduce.main(command)
+    assert stopped.value.code == 2 and "-1" in capsys.readouterr().err
+    reproduce.PARTS["main"]["sus"] = f"--strategy-warmup 4 {small}"
+    kept = tmp_path / "main" / "grpo-10" / "metrics.jsonl"
+    before = kept.read_text() if kept.exists() else None
+    reproduce.main(command)
+    text = (tmp_path / "main" / "tables.md").read_text()
+    assert "| sus over grpo |" in text and "seeds 10, 11" in text and text in capsys.readouterr().out
+    assert (tmp_path / "main" / "story.png").exists() and (before is None or kept.read_text().startswith(before[:50]))
+    assert not list((tmp_path / "main").glob("*.log"))
+    kept = {file: file.stat().st_mtime_ns for file in (tmp_path / "main").rglob("metrics.jsonl")}
+    reproduce.main(command)                                                # everything is there: nothing runs again
+    assert kept == {file: file.stat().st_mtime_ns for file in (tmp_path / "main").rglob("metrics.jsonl")}

@@ -375,5 +375,5 @@ def test_training_on_questions_of_ones_own(cache, tmp_path):
     evaluation = json.loads((folder / "evaluation.json").read_text())
     assert evaluation["strategy_entropy"] is None and evaluation["cluster_entropy"] is not None
     records = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
-    assert len(records) == 8 and set(records[0]["responses"][0]) == {"text", "correct", "cluster", "place"}
+    assert len(records) == len(data.load(str(file), "test", 8)) and records[0]["question"].endswith("=") and set(records[0]["responses"][0]) == {"text", "correct", "cluster", "place"}
     assert (folder / "samples.md").read_text().startswith("# Samples")
