@@ -116,7 +116,7 @@ def panels(count: int, width: float = 4.2, height: float = 3.4):
 
 
 def line_figure(runs: list[Run], title: str, parts: list[tuple], records: str = "evaluations", smooth: int = 1):
-    """parts: (key, heading, unit). The lines are named once, beside the last panel."""
+    """parts: (key, heading, unit). The lines are named once, in the last panel that has them all."""
     parts = [part for part in parts if any(row.get(part[0]) is not None for run in runs for row in getattr(run, records))]
     if not parts:
         return None
@@ -126,7 +126,7 @@ def line_figure(runs: list[Run], title: str, parts: list[tuple], records: str = 
         axis.set_title(heading, fontsize=11)
         axis.set_ylim(bottom=min(0, axis.get_ylim()[0]))
     if len(grouped(runs)) > 1:
-        axes[-1].legend(frameon=False, fontsize=9)
+        max(reversed(axes), key=lambda axis: len(axis.lines)).legend(frameon=False, fontsize=9)
     figure.suptitle(title, fontsize=12)
     return figure
 
@@ -247,7 +247,7 @@ def embeddings(runs: list[Run]):
             axis.scatter([x for x, _ in chosen], [y for _, y in chosen], s=5, linewidth=0, alpha=0.6, label=strategy or "illegal",
                          color=shade if strategy else "#dddddd", zorder=2 if strategy else 1)
         axis.set_title(heading, fontsize=11), axis.set_xticks([]), axis.set_yticks([])
-    limits = [(min(a), max(a)) for a in zip(*(point[:2] for points in places.values() for point in points))]
+    limits = [(min(a) - 0.02, max(a) + 0.02) for a in zip(*(point[:2] for points in places.values() for point in points))]
     for axis in axes:
         axis.set_xlim(*limits[0]), axis.set_ylim(*limits[1])
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=10, frameon=False, markerscale=3, fontsize=9)
