@@ -160,23 +160,35 @@ def read_questions(file: Path) -> list[Question]:
 def make_question(record: dict, where: str) -> Question:
     if not isinstance(record, dict) or not isinstance(question := record.get("question"), str) or not question.strip():
         raise ValueError(f"{where}: expected an object with a question, a text that is not empty")
-    answer = record.get("answer")
-    if not isinstance(answer, (str, int, float)) or isinstance(answer, bool) or (value := answer_of(str(answer))) is None:
+    answer, value = record.get("answer"), None
+    if isinstance(answer, str):
+        value = answer_of(answer)
+    elif isinstance(answer, (int, float)) and not isinstance(answer, bool) and abs(answer) < 1e100:       # not infinite either
+        value = Fraction(str(answer))
+    if value is None:
         raise ValueError(f"{where}: its answer is {str(answer)[:60]!r}, expected a number or a solution that ends on one; "
                          "other kinds of answer need a judge of their own (README)")
     return Question(question.strip(), value)
 
 
 def questions(name: str, split: str) -> list[Question]:
-    """All problems of one split: a file is divided by its questions' hashes, a folder by its files' names."""
+    """All problems of one split: a file is divided by its questions' hashes, a folder by the words in its files' names."""
     path = Path(name)
+    if name == "gsm8k":
+        return hub_questions(split)
     if path.is_file():
         return [problem for problem in read_questions(path) if split_of(problem.question) == split]
-    if path.is_dir():
-        files = [file for file in sorted(path.glob("*.jsonl")) if split in file.name]
-        if not files:
-            raise ValueError(f"{name} has no {split} split: expected a file such as {split}.jsonl in it")
-        return [problem for file in files for problem in read_questions(file)]
+    files = {file: set(re.split("[^a-z]+", file.stem.lower())) & set(SPLITS) for file in sorted(path.glob("*.jsonl"))}
+    if twice := [file for file, splits in files.items() if len(splits) > 1]:
+        raise ValueError(f"{twice[0]} names more than one split: expected train, validation or test")
+    found = [problem for file, splits in files.items() if split in splits for problem in read_questions(file)]
+    if not found:
+        raise ValueError(f"{name} has no {split} split: expected a file such as {split}.jsonl in it")
+    return found
+
+
+def hub_questions(split: str) -> list[Question]:
+    """GSM8K (Cobbe et al. 2021) through `datasets`."""
     if split == "validation":
         raise ValueError("gsm8k has no validation split: use test, or a folder with files of your own")
     import datasets                                         # slow to import, and needed for the hub only
@@ -193,7 +205,7 @@ KNOWN = (*COUNTDOWN, "gsm8k")
 
 
 def check(name: str) -> None:
-    if name not in KNOWN and not Path(name).exists():
+    if name not in KNOWN and not (name and (Path(name).is_file() or Path(name).is_dir())):
         raise ValueError(f"--data {name}: expected {', '.join(KNOWN)}, or a JSONL file or folder with questions and answers")
 
 

@@ -26,7 +26,7 @@ import lora
 import sample
 import strategy
 import tiny
-from files import find_model_folder, read_json, write_json
+from files import find_model_folder, read_json, read_lines, write_json
 from flags import fail, from_saved, knob, parse
 from model import Transformer
 from ruler import Ruler
@@ -80,13 +80,22 @@ class Policy:
         system = [{"role": "system", "content": self.prompt.system}] if self.prompt.system else []
         return [*system, {"role": "user", "content": content}]
 
+    def plain(self, problem) -> str:
+        own, instruction = getattr(problem, "instruction", ""), self.prompt.instruction
+        if not instruction:
+            return problem.prompt
+        return problem.prompt.replace(own, instruction) if own and own in problem.prompt else f"{instruction}\n{problem.prompt}"
+
     def encode(self, problems: list) -> list[list[int]]:
         """Token ids of what the model reads."""
         if self.prompt.style == "chat" or (self.prompt.style == "auto" and self.tokenizer.chat_template):
-            return self.tokenizer.apply_chat_template([self.chat(problem) for problem in problems], add_generation_prompt=True,
-                                                      return_dict=False)
-        before = f"{self.prompt.instruction}\n" if self.prompt.instruction else ""
-        return self.tokenizer([before + problem.prompt for problem in problems]).input_ids
+            try:
+                return self.tokenizer.apply_chat_template([self.chat(problem) for problem in problems], add_generation_prompt=True,
+                                                          return_dict=False)
+            except Exception as error:                      # a template may refuse, and raises what it likes
+                raise ValueError(f"the tokenizer's chat template fails ({type(error).__name__}: {error}): use --prompt plain, "
+                                 "or leave out --system") from None
+        return self.tokenizer([self.plain(problem) for problem in problems]).input_ids
 
     def decode(self, rollout: sample.Rollout) -> list[str]:
         """Without the end token, and with everything else that was sampled: a judge sees what the model said."""
@@ -113,6 +122,8 @@ def open_policy(name: str, task: str, cache: str, device: str, dtype: str, promp
         raise ValueError(f"{folder}: its tokenizer cannot be read ({type(error).__name__}: {error})") from None
     if prompt.style == "chat" and not tokenizer.chat_template:
         raise ValueError(f"--prompt chat: {folder} has no chat template; use --prompt plain or auto")
+    if prompt.system and (prompt.style == "plain" or not tokenizer.chat_template):
+        raise ValueError("--system is a chat's: leave it out, or use --prompt chat and a model with a chat template")
     return Policy(model, tokenizer, find_eos_ids(folder, tokenizer, model.config.vocab_size), prompt)
 
 
@@ -189,7 +200,9 @@ def measure(problems: list, groups: list[list[str]], seed: int = 0, clusters: li
     drawn = torch.randint(n, (1000, n), generator=generator)
     weights = torch.cat((torch.ones(1, n), torch.zeros(1000, n).scatter_add_(1, drawn, torch.ones(1000, n)))).double()
     values = {name: weights @ torch.tensor(share, dtype=torch.float64) / n for name, share in shares.items()}
-    values |= {name: entropy(weights @ table) for name, table in counts.items()}
+    for name, table in counts.items():
+        found = entropy(weights @ table)                    # fewer different problems show fewer strategies: centre the draws
+        values[name] = torch.cat((found[:1], found[1:] + found[0] - found[1:].mean()))
     quantiles = torch.tensor([0.025, 0.975], dtype=torch.float64)
     result = dict.fromkeys(("pass@1", "pass@5", "pass@16", "strategy_entropy", "path_entropy", "cluster_entropy", "valid", "distinct"))
     result |= {name: value[0].item() for name, value in values.items()}
@@ -220,11 +233,11 @@ def show(samples: list[dict], problems: int = 5) -> str:
     return "\n".join(text) + "\n"
 
 
-def export(policy: Policy, folder: Path, config: dict, metrics: dict) -> None:
+def export(policy: Policy, folder: Path, config: dict, steps: int, metrics: dict, where: str) -> None:
     """Merged weights, tokenizer, end tokens and a model card, as a folder that transformers loads."""
     policy.tokenizer.save_pretrained(folder)
     write_json(folder / "generation_config.json", {"eos_token_id": list(policy.eos_ids)})
-    card.write(folder, config, metrics, merged=True)
+    card.write(folder, config, steps, metrics, where, merged=True)
     with lora.merged(policy.model):
         policy.model.save_pretrained(folder)                # last: config.json marks a folder that is complete
 
@@ -237,7 +250,7 @@ def lost(before: dict, after: dict) -> list[str]:
 
 def table(columns: dict[str, dict]) -> str:
     """{heading: result} -> the small table that people read."""
-    lines = [f"{'':18}" + "".join(f"{heading:>24}" for heading in columns)]
+    lines = [f"{'':18}" + "".join(f"{heading:>26}" for heading in columns)]
     for name in ("pass@1", "pass@5", "pass@16", "strategy_entropy", "cluster_entropy", "valid", "distinct"):
         cells = []
         for result in columns.values():
@@ -247,7 +260,7 @@ def table(columns: dict[str, dict]) -> str:
             unit, digits, low_high = (1, 2, "{:.2f} to {:.2f}") if "entropy" in name else (100, 1, "{:.1f} to {:.1f} %")
             low, high = (unit * bound for bound in result["intervals"][name])
             cells.append(f"{unit * result[name]:.{digits}f} ({low_high.format(low, high)})")
-        lines.append(f"{name.replace('_', ' '):18}" + "".join(f"{cell:>24}" for cell in cells))
+        lines.append(f"{name.replace('_', ' '):18}" + "".join(f"{cell:>26}" for cell in cells))
     return "\n".join(lines)
 
 
@@ -270,13 +283,17 @@ def measure_path(config: Config, given: set[str]) -> Measured:
         ruler = Ruler.load(path / "ruler.safetensors", policy.model) if (path / "ruler.safetensors").exists() else None
     measured = evaluate(policy, problems, config.samples, config.temperature, config.max_new_tokens, config.seed, True, ruler)
     if config.export:
-        export(policy, Path(config.export), asdict(saved), measured.metrics)
+        lines = read_lines(path / "metrics.jsonl")
+        export(policy, Path(config.export), asdict(saved), lines[-1]["step"] if lines else 0, measured.metrics,
+               f"{config.split} problems of {config.data}")
     return measured
 
 
 def main(argv: list[str] | None = None) -> None:
     config, given = parse(Config, __doc__, argv, positional="path")
     try:
+        if not config.path:
+            raise ValueError("an empty path: expected a run folder, a model folder or a hub id")
         if config.output and (Path(config.output).is_dir() or not Path(config.output).absolute().parent.is_dir()):
             raise ValueError(f"--output {config.output}: expected a file in a folder that exists")
         if config.export and Path(config.export).exists() and (not Path(config.export).is_dir() or any(Path(config.export).iterdir())):

@@ -1,4 +1,5 @@
 """What a run says about itself beside metrics.jsonl: seconds a stage, other people's loggers, and the last words."""
+import shlex
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -27,9 +28,11 @@ def open_all(config) -> list:
         if config.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
             writer = SummaryWriter(config.run)
-            logs.append(lambda metrics: [writer.add_scalar(name, value, metrics["step"]) for name, value in metrics.items()])
+            logs.append(lambda metrics: [writer.add_scalar(name, value, metrics["step"]) for name, value in metrics.items()] and writer.flush())
     except ImportError as error:
         raise ValueError(f"{error.name} is not installed: pip install {error.name}, or leave --{error.name} out") from None
+    except Exception as error:                              # no login, no network: a service raises what it likes
+        raise ValueError(f"a log cannot be opened ({type(error).__name__}: {error}): leave --wandb and --tensorboard out") from None
     return logs
 
 
@@ -39,7 +42,8 @@ def summary(folder: Path, before: dict | None, after: dict) -> None:
     if before and (gone := evaluate.lost(before, after)):
         print(f"lost strategies: {'  '.join(gone)}")
     try:
-        print(f"curves: {plot.draw(plot.find_runs([str(folder)]), folder, (plot.training,))[0]}")
-    except ValueError as error:
-        print(f"no curves: {error}, then python plot.py {folder}")
+        for file in plot.draw(plot.find_runs([str(folder)]), folder, (plot.training,)):
+            print(f"curves: {file}")
+    except (ValueError, OSError) as error:
+        print(f"no curves: {error}, then python plot.py {shlex.quote(str(folder))}")
     print(f"config.json, metrics.jsonl, evaluation.json, samples.md, adapter/ and checkpoint/ are in {folder}")

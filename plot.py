@@ -1,6 +1,6 @@
 """Figures from run folders, as PNG files: one look per question.
 
-    python plot.py runs/reproduce           every figure that the runs in this folder can tell, into runs/reproduce
+    python plot.py runs/reproduce/main      every figure that the runs in this folder can tell, into the folder
     python plot.py runs/a runs/b --output figures
 
 Runs whose folders differ only in a number at the end are seeds of one setting: they share a line and a band, the 95 %
@@ -18,6 +18,7 @@ interval of their mean. Reads config.json, metrics.jsonl, evaluations.jsonl and 
 import argparse
 import math
 import re
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +31,7 @@ COLOURS = {"sus": "#0072B2", "grpo": "#D55E00", "oracle": "#000000", "ss": "#009
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442", "#000000", "#999999")
 NAMES = {"sus": "SuS", "grpo": "GRPO", "oracle": "oracle", "ss": "SS only", "surprise": "SuS only", "perplexity": "perplexity",
          "base": "base model"}
-# Student's t, 97.5 %, by degrees of freedom; beyond them the normal value is close.
+# Student's t, 97.5 %, by degrees of freedom; beyond them 1.96 + 2.5 / degrees is close.
 STUDENT = (math.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
 
@@ -49,30 +50,32 @@ class Run:
 
 def find_runs(paths: list[str]) -> list[Run]:
     """Every finished or unfinished run in these folders, themselves included."""
-    runs = []
+    runs: dict[Path, Run] = {}
     for path in map(Path, paths):
         if not path.is_dir():
             raise ValueError(f"{path} is not a folder: expected a run of train.py, or a folder that holds runs")
-        for file in sorted({path / "config.json", *path.rglob("config.json")}):
-            folder = file.parent
-            if not (file.exists() and (folder / "evaluations.jsonl").exists()):
+        for file in sorted(path.rglob("config.json")):
+            folder, config = file.parent, read_json(file) if (file.parent / "evaluations.jsonl").exists() else {}
+            if "method" not in config or not (evaluations := read_lines(folder / "evaluations.jsonl")):
                 continue
-            config = read_json(file)
-            if "method" in config and (evaluations := read_lines(folder / "evaluations.jsonl")):
-                runs.append(Run(re.sub(r"-\d+$", "", folder.name), config.get("seed", 0), config,
-                                read_lines(folder / "metrics.jsonl"), evaluations, folder))
+            name = re.sub(r"-\d+$", "", folder.name)
+            if name == f"{config['method']}-{Path(str(config.get('data'))).stem}":      # train.py's own choice of a name
+                name = config["method"]
+            runs[folder.resolve()] = Run(name, config.get("seed", 0), config, read_lines(folder / "metrics.jsonl"), evaluations, folder)
     if not runs:
         raise ValueError(f"no run in {', '.join(paths)}: expected folders with config.json and evaluations.jsonl")
-    return runs
+    if len({run.config.get("eval_split") for run in runs.values()}) > 1:
+        raise ValueError(f"{', '.join(paths)}: runs on test and on validation problems do not belong into one figure")
+    return list(runs.values())
 
 
 def mean_and_half(values: list[float]) -> tuple[float, float]:
-    """Mean and half the width of its 95 % interval; a single value has none."""
+    """Mean and half the width of its 95 % interval, which a single value does not have: nan."""
     n, mean = len(values), sum(values) / len(values)
     if n < 2:
-        return mean, 0.0
+        return mean, math.nan
     deviation = math.sqrt(sum((value - mean) ** 2 for value in values) / (n - 1))
-    return mean, (STUDENT[n - 1] if n <= len(STUDENT) else 1.96) * deviation / math.sqrt(n)
+    return mean, (STUDENT[n - 1] if n <= len(STUDENT) else 1.96 + 2.5 / (n - 1)) * deviation / math.sqrt(n)
 
 
 def grouped(runs: list[Run]) -> dict[str, list[Run]]:
@@ -94,8 +97,9 @@ def curves(axis, runs: list[Run], records: str, key: str, unit: float = 1, smoot
         series: dict[int, list[float]] = {}
         for run in members:
             rows = [(row["step"], row[key] * unit) for row in getattr(run, records) if row.get(key) is not None]
-            for i in range(0, len(rows) - smooth + 1, smooth):
-                window = rows[i:i + smooth]
+            width = min(smooth, len(rows)) or 1
+            for i in range(0, len(rows) - width + 1, width):
+                window = rows[i:i + width]
                 series.setdefault(window[-1][0], []).append(sum(value for _, value in window) / len(window))
         if not series:
             continue
@@ -186,16 +190,16 @@ def ablation(runs: list[Run]):
     groups = {name: members for name in ("sus", "ss", "surprise", "grpo") if (members := [run for run in runs if run.name == name])}
     if "sus" not in groups or len(groups) < 3:
         return None
-    figure, axes = panels(3, 3.8, 3.4)
-    for axis, (key, heading, unit) in zip(axes, (("pass@1", "pass@1 (%)", 100), ("pass@5", "pass@5 (%)", 100),
-                                                 ("strategy_entropy", "strategy entropy (nats)", 1))):
+    parts = [part for part in (("pass@1", "pass@1 (%)", 100), ("pass@5", "pass@5 (%)", 100), ("strategy_entropy", "strategy entropy (nats)", 1))
+             if all(run.final(part[0]) is not None for members in groups.values() for run in members)]
+    figure, axes = panels(len(parts), 3.8, 3.4)
+    for axis, (key, heading, unit) in zip(axes, parts):
         for place, (name, members) in enumerate(groups.items()):
             values = [run.final(key) * unit for run in members]
             mean, half = mean_and_half(values)
-            axis.bar(place, mean, yerr=half or None, color=COLOURS[name], width=0.65, capsize=4, error_kw={"linewidth": 1.2})
+            axis.bar(place, mean, yerr=None if math.isnan(half) else half, color=COLOURS[name], width=0.65, capsize=4, error_kw={"linewidth": 1.2})
             axis.plot([place] * len(values), values, "o", color="white", markeredgecolor="black", markersize=4)
-        axis.set_xticks(range(len(groups)), ["both parts", "SS only", "SuS only", "GRPO"][:len(groups)] if len(groups) == 4
-                        else [NAMES[name] for name in groups], fontsize=8)
+        axis.set_xticks(range(len(groups)), ["both parts" if name == "sus" else NAMES[name] for name in groups], fontsize=8)
         axis.set_title(heading, fontsize=11), axis.spines[["top", "right"]].set_visible(False)
     figure.suptitle("What each part is worth after training (bars: mean and 95 % interval; dots: seeds)", fontsize=12)
     return figure
@@ -215,8 +219,8 @@ def sensitivity(runs: list[Run]):
     figure, axes = panels(len(changed), 3.8)
     for axis, (key, found) in zip(axes, sorted(changed.items())):
         for metric, shade, marker in (("pass@1", PALETTE[0], "o"), ("pass@5", PALETTE[1], "s")):
-            points = {value: mean_and_half([100 * run.final(metric) for run in members]) for value, members in sorted(found.items())}
-            axis.errorbar(range(len(points)), [m for m, _ in points.values()], [h for _, h in points.values()], color=shade,
+            points = {value: mean_and_half([100 * (run.final(metric) or 0) for run in members]) for value, members in sorted(found.items())}
+            axis.errorbar(range(len(points)), [m for m, _ in points.values()], [0 if math.isnan(h) else h for _, h in points.values()], color=shade,
                           marker=marker, capsize=3, label=metric)
         axis.set_xticks(range(len(points)), [f"{value:g}" for value in points])
         axis.set_xlabel({"alpha": "alpha", "lambda_ss": "lambda of SS", "lambda_sus": "lambda of SuS"}[key])
@@ -232,26 +236,26 @@ def embeddings(runs: list[Run]):
     first = next(iter(groups.values()))
     wanted = {"before training": first.folder / "samples-before.jsonl",
               **{f"after {NAMES.get(name, name)}": run.folder / "samples.jsonl" for name, run in sorted(groups.items())}}
-    places = {}
-    for heading, file in wanted.items():
-        if file.exists():
-            places[heading] = [(*response["place"], response.get("strategy")) for line in read_lines(file, key="question")
-                               for response in line["responses"]]
-    if not places:
+    places = {heading: [(*response["place"], response.get("strategy", f"cluster {response['cluster']}") or "illegal")
+                        for line in read_lines(file, key="question") for response in line["responses"]]
+              for heading, file in wanted.items() if file.exists()}
+    if not (places := {heading: points for heading, points in places.items() if points}):
         return None
-    strategies = sorted({strategy for points in places.values() for *_, strategy in points if strategy})
+    kinds = [kind for kind, _ in Counter(point[2] for points in places.values() for point in points).most_common() if kind != "illegal"]
+    shades = {**{kind: PALETTE[i] if i < len(PALETTE) else "#aaaaaa" for i, kind in enumerate(sorted(kinds[:9]) + kinds[9:])}, "illegal": "#dddddd"}
     figure, axes = panels(len(places), 4.2, 4.4)
     for axis, (heading, points) in zip(axes, places.items()):
-        for shade, strategy in zip(PALETTE * 3, [*strategies[:9], None]):
-            chosen = [(x, y) for x, y, label in points if label == strategy]
-            axis.scatter([x for x, _ in chosen], [y for _, y in chosen], s=5, linewidth=0, alpha=0.6, label=strategy or "illegal",
-                         color=shade if strategy else "#dddddd", zorder=2 if strategy else 1)
+        for kind, shade in shades.items():
+            chosen = [(x, y) for x, y, label in points if label == kind]
+            axis.scatter([x for x, _ in chosen], [y for _, y in chosen], s=5, linewidth=0, alpha=0.6, color=shade, zorder=1 + (kind != "illegal"),
+                         label=kind if kind in kinds[:9] or kind == "illegal" else "other" if kind == kinds[9] else None)
         axis.set_title(heading, fontsize=11), axis.set_xticks([]), axis.set_yticks([])
     limits = [(min(a) - 0.02, max(a) + 0.02) for a in zip(*(point[:2] for points in places.values() for point in points))]
     for axis in axes:
         axis.set_xlim(*limits[0]), axis.set_ylim(*limits[1])
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=10, frameon=False, markerscale=3, fontsize=9)
-    figure.suptitle("Strategy embeddings of the responses, coloured by their true strategy", fontsize=12)
+    what = "cluster" if any(kind.startswith("cluster") for kind in kinds) else "true strategy"
+    figure.suptitle(f"Strategy embeddings of the responses, coloured by their {what}", fontsize=12)
     return figure
 
 
@@ -267,7 +271,12 @@ def draw(runs: list[Run], output: Path, figures=FIGURES) -> list[Path]:
     output.mkdir(parents=True, exist_ok=True)
     written = []
     for make in figures:
-        if (figure := make(runs)) is not None:
+        try:
+            figure = make(runs)
+        except (KeyError, TypeError, IndexError, AttributeError) as error:
+            raise ValueError(f"the figure {make.__name__} cannot be drawn: a file of {runs[0].folder.parent} is damaged or from "
+                             f"another version ({type(error).__name__}: {error})") from None
+        if figure is not None:
             written.append(output / f"{make.__name__}.png")
             figure.savefig(written[-1], dpi=130)
     return written

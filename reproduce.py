@@ -1,48 +1,51 @@
 """The paper's tables and figures, from scratch on one machine: settings x seeds on Countdown, then statistics.
 
     python reproduce.py                 main results and ablation, five seeds
-    python reproduce.py --quick         the same story in about ten minutes, with wider intervals
+    python reproduce.py --quick         the same story in about a quarter of an hour, with wider intervals
     python reproduce.py --part sweep    sensitivity to alpha and the two lambdas
     python reproduce.py --part tune     how the settings were chosen: validation problems, other seeds
     python reproduce.py --part others   literal Algorithm 1, the other reading, gates, learned lambdas: what else was tried
 
 Each run is one process of train.py with one thread, as many side by side as there are cores. Whatever is finished is
-kept: after Ctrl-C or a crash the same command goes on. Tables are printed and written to tables-PART.md in the folder,
-figures beside them. Intervals are 95 % (Student's t over seeds); differences are paired by seed, which fixes the
+kept: after Ctrl-C or a crash the same command goes on. Tables are printed and written to tables.md in the part's folder
+(tables-quick.md for the quick form), figures beside them. Intervals are 95 % (Student's t over seeds); differences are paired by seed, which fixes the
 training problems, the first adapter and the sampling.
 """
+import math
 import os
-import re
 import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
+import checkpoint
 import plot
 import tiny
-from files import read_json, read_lines, write_text
+import train
+from files import read_json, write_text
 from flags import fail, knob, parse
 
 MAIN = {"sus": "", "grpo": "--method grpo", "ss": "--method ss", "surprise": "--method surprise",
-        "perplexity": "--method perplexity", "oracle": "--method oracle --alpha 1"}
+        "perplexity": "--method perplexity", "oracle": "--method oracle --alpha 4"}
 QUICK = {name: MAIN[name] for name in ("sus", "grpo", "ss", "surprise")}
-SWEEP = {"alpha=2": "--alpha 2", "alpha=4": "--alpha 4", "alpha=16": "--alpha 16", "lambda_ss=0.5": "--lambda-ss 0.5",
+SWEEP = {"sus": "", "alpha=2": "--alpha 2", "alpha=4": "--alpha 4", "alpha=16": "--alpha 16", "lambda_ss=0.5": "--lambda-ss 0.5",
          "lambda_ss=2": "--lambda-ss 2", "lambda_sus=0": "--lambda-sus 0", "lambda_sus=1": "--lambda-sus 1"}
-# Both methods get the same number of settings.
-TUNE = {"grpo": "--method grpo", "grpo-kl-0.01": "--method grpo --kl 0.01", "grpo-kl-0.03": "--method grpo --kl 0.03",
-        "grpo-rate-0.0005": "--method grpo --learning-rate 0.0005", "grpo-rate-0.002": "--method grpo --learning-rate 0.002",
-        "grpo-std": "--method grpo --normalise std",
-        "sus": "", "sus-alpha-4": "--alpha 4", "sus-alpha-16": "--alpha 16", "sus-lambda_sus-1": "--lambda-sus 1",
-        "sus-rate-0.002": "--learning-rate 0.002", "sus-std": "--normalise std"}
+# Both methods get the same number of settings around the same starting point; train.py's defaults are what came out best.
+TUNE = {f"{method}{name}": f"--method {method} --learning-rate 0.001 {flags}"      # of a flag given twice the last one counts
+        for method, settings in {
+            "grpo": {"": "", "-kl-0.01": "--kl 0.01", "-kl-0.03": "--kl 0.03", "-rate-0.0005": "--learning-rate 0.0005",
+                     "-rate-0.002": "--learning-rate 0.002", "-std": "--normalise std"},
+            "sus": {"": "", "-alpha-4": "--alpha 4", "-alpha-16": "--alpha 16", "-lambda_sus-1": "--lambda-sus 1",
+                    "-rate-0.002": "--learning-rate 0.002", "-std": "--normalise std"}}.items() for name, flags in settings.items()}
 OTHERS = {"literal": "--alpha 0.3 --gate correct --normalise std --strategy-warmup 0 --strategy-updates 1",
           "equations": "--reading equations --gate none", "gate-correct": "--gate correct", "gate-none": "--gate none",
           "no-warm-up": "--strategy-warmup 0", "batch-negatives": "--negatives batch", "learned-lambdas": "--learn-lambdas",
-          "annealed": "--alpha-decay 0.8", "novelty": "--method novelty", "rnd": "--method rnd"}
+          "annealed": "--alpha-decay 0.8", "layer-2": "--layer 2", "novelty": "--method novelty"}
 PARTS = {"main": MAIN, "sweep": SWEEP, "tune": TUNE, "others": OTHERS}
 
 
@@ -70,6 +73,14 @@ class Job:
         return file.read_bytes().count(b"\n") if file.exists() else 0
 
     def finished(self) -> bool:
+        """Also makes sure that what is there was made with this job's settings."""
+        if not (self.folder / "config.json").exists():
+            return False
+        wanted, saved = asdict(parse(train.Config, "", self.flags)[0]), read_json(self.folder / "config.json")
+        odd = [name for name in sorted(wanted.keys() - checkpoint.CHANGEABLE)
+               if saved.get(name) != (list(wanted[name]) if isinstance(wanted[name], tuple) else wanted[name])]
+        if odd:
+            raise ValueError(f"{self.folder} was made with other settings ({', '.join(odd)}): remove it, or choose another --folder")
         file = self.folder / "evaluation.json"
         return file.exists() and read_json(file).get("step") == self.steps
 
@@ -80,6 +91,8 @@ class Job:
 
 def plan(config: Config) -> list[Job]:
     """Every run of a part. Tuning uses seeds 0 to 2 and validation problems, reporting other seeds and test problems."""
+    if config.quick and config.part != "main":
+        raise ValueError(f"--quick is a form of the main part: leave it out, or leave out --part {config.part}")
     tuning, settings = config.part == "tune", QUICK if config.quick else PARTS[config.part]
     count = config.seeds if config.part == "main" and not config.quick else min(3, config.seeds)
     seeds = range(count) if tuning else range(10, 10 + count)
@@ -94,21 +107,23 @@ def run_all(jobs: list[Job], workers: int) -> None:
     """As many processes at a time as there are workers; the bar counts policy updates."""
     waiting, running = [job for job in jobs if not job.finished()], {}
     environment = {**os.environ, "OMP_NUM_THREADS": "1"} if workers > 1 else dict(os.environ)
-    bar = tqdm(total=sum(job.steps for job in jobs), initial=sum(job.steps_done() for job in jobs), unit="step", smoothing=0.05)
+    bar = tqdm(total=sum(job.steps for job in jobs), initial=sum(min(job.steps, job.steps_done()) for job in jobs), unit="step", smoothing=0.05)
     try:
         while waiting or running:
             while waiting and len(running) < workers:
                 job = waiting.pop(0)
                 job.folder.parent.mkdir(parents=True, exist_ok=True)
-                log = open(f"{job.folder}.log", "w")        # beside the run: train.py wants an empty folder
-                running[subprocess.Popen(job.command(), stdout=log, stderr=log, env=environment)] = job
+                with open(f"{job.folder}.log", "w") as log:             # beside the run: train.py wants an empty folder
+                    # In a session of its own: a Ctrl-C at the terminal reaches it once, from here.
+                    process = subprocess.Popen(job.command(), stdout=log, stderr=log, env=environment, start_new_session=True)
+                running[process] = job
             for process in [process for process in running if process.poll() is not None]:
                 job = running.pop(process)
                 if process.returncode:
                     last = Path(f"{job.folder}.log").read_text().strip().splitlines()[-1:]
                     raise ValueError(f"{job.folder} failed: {' '.join(last)} (the whole story is in {job.folder}.log)")
                 Path(f"{job.folder}.log").unlink()
-            bar.n = sum(job.steps_done() for job in jobs)
+            bar.n = sum(min(job.steps, job.steps_done()) for job in jobs)
             bar.set_postfix_str(", ".join(f"{job.name} {job.seed}" for job in running.values())), time.sleep(0.5)
     finally:
         bar.close()
@@ -118,14 +133,15 @@ def run_all(jobs: list[Job], workers: int) -> None:
             process.wait()
 
 
-def values(runs: list[plot.Run], name: str, metric: str) -> list[float]:
-    """One value a seed, in the order of the seeds."""
-    return [run.final(metric) for run in sorted(runs, key=lambda run: run.seed) if run.name == name]
+def values(runs: list[plot.Run], name: str, metric: str) -> dict[int, float]:
+    """One value a seed."""
+    return {run.seed: run.final(metric) for run in runs if run.name == name}
 
 
 def shown(numbers: list[float], metric: str) -> str:
-    mean, half = plot.mean_and_half(numbers)
-    return f"{mean:.2f} ± {half:.2f}" if "entropy" in metric else f"{100 * mean:.1f} ± {100 * half:.1f} %"
+    """The mean, and half the width of its interval if there is one."""
+    (mean, half), unit, digits, sign = plot.mean_and_half(numbers), *((1, 2, "") if "entropy" in metric else (100, 1, " %"))
+    return f"{unit * mean:.{digits}f}" + ("" if math.isnan(half) else f" ± {unit * half:.{digits}f}") + sign
 
 
 COLUMNS = {"pass@1": "pass@1", "pass@5": "pass@5", "pass@16": "pass@16", "strategy_entropy": "strategy entropy",
@@ -138,9 +154,8 @@ def header(columns: dict[str, str]) -> list[str]:
 
 def results_table(runs: list[plot.Run], names: list[str], columns: dict[str, str] = COLUMNS) -> list[str]:
     """The base model, then each name: mean and half the width of the interval over seeds."""
-    base = [shown([runs[0].evaluations[0][metric]], metric) for metric in columns]
-    rows = {"base model": [re.sub(" ± [0-9.]+", "", cell) for cell in base]}
-    rows |= {name: [shown(values(runs, name, metric), metric) for metric in columns] for name in names}
+    rows = {"base model": [shown([runs[0].evaluations[0][metric]], metric) for metric in columns]}
+    rows |= {name: [shown(list(values(runs, name, metric).values()), metric) for metric in columns] for name in names}
     return header(columns) + [f"| {name} | {' | '.join(cells)} |" for name, cells in rows.items()]
 
 
@@ -151,9 +166,10 @@ def difference_table(runs: list[plot.Run], pairs: list[tuple[str, str]], columns
         cells = []
         for metric in columns:
             a, b = values(runs, ours, metric), values(runs, theirs, metric)
-            middle, (mean, half) = sum(b) / len(b), plot.mean_and_half([x - y for x, y in zip(a, b)])
-            shares = [100 * x / middle if middle else float("nan") for x in (mean, mean - half, mean + half)]
-            cells.append("{:+.0f} % ({:+.0f} to {:+.0f})".format(*shares))
+            seeds = sorted(a.keys() & b.keys())
+            middle = sum(b[seed] for seed in seeds) / len(seeds) or math.nan
+            mean, half = (100 * x / middle for x in plot.mean_and_half([a[seed] - b[seed] for seed in seeds]))
+            cells.append(f"{mean:+.0f} %" + ("" if math.isnan(half) else f" ({mean - half:+.0f} to {mean + half:+.0f})"))
         lines.append(f"| {ours} over {theirs} | {' | '.join(cells)} |")
     return lines
 
@@ -174,15 +190,15 @@ def main(argv: list[str] | None = None) -> None:
     config, _ = parse(Config, __doc__, argv)
     signal.signal(signal.SIGTERM, signal.default_int_handler)          # as Ctrl-C: the runs are stopped and saved too
     workers = config.workers or (1 if torch.cuda.is_available() else os.cpu_count())
-    jobs = plan(config)
-    folder = jobs[0].folder.parent
+    folder = Path(config.folder) / config.part
     try:
+        jobs = plan(config)
         tiny.find("countdown", Path(config.cache))          # once, before the others ask for it
         run_all(jobs, workers)
-        table = write_up(config, jobs)
-        write_text(folder / "tables.md", table)
-        print(f"\n{table}\nwritten to {folder / 'tables.md'}")
-        for file in plot.draw(plot.find_runs([str(folder)]), folder):
+        table, file = write_up(config, jobs), folder / ("tables-quick.md" if config.quick else "tables.md")
+        write_text(file, table)
+        print(f"\n{table}\nwritten to {file}")
+        for file in plot.draw(plot.find_runs([str(job.folder) for job in jobs]), folder):
             print(file)
     except (ValueError, OSError) as error:
         fail(error)

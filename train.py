@@ -14,6 +14,8 @@ A run folder holds config.json, metrics.jsonl (a line a step), evaluations.jsonl
 last one), adapter/ in PEFT's format, and checkpoint/.
 """
 import hashlib
+import shlex
+import shutil
 import signal
 import sys
 from dataclasses import asdict, dataclass, replace
@@ -110,7 +112,7 @@ class Config:
     loss: str = knob("token", "tokens weigh the same, or sequences do, or all is divided by a constant",
                      choices=("token", "sequence", "constant"))
 
-    learning_rate: float = knob(1e-3, "of AdamW on the adapters", above=0, group="The optimizer")
+    learning_rate: float = knob(2e-3, "of AdamW on the adapters", above=0, group="The optimizer")
     warmup: int = knob(5, "steps in which the learning rate rises", low=0)
     schedule: str = knob("constant", "learning rate after the warm-up", choices=("constant", "linear"))
     epochs: int = knob(1, "updates on each batch of responses", low=1)
@@ -126,7 +128,7 @@ class Config:
 
 # The paper's Table 3: 3 epochs over 7,473 problems, 2 at a time and 4 times accumulated, are 2,802 updates on 8 problems.
 PRESETS = {"none": {}, "paper": dict(
-    model="Qwen/Qwen2.5-1.5B", data="gsm8k", train_problems=0, steps=2802, problems=8, micro_batch=1, samples=8, max_new_tokens=256,
+    model="Qwen/Qwen2.5-1.5B", data="gsm8k", prompt="plain", train_problems=0, steps=2802, problems=8, micro_batch=1, samples=8, max_new_tokens=256,
     learning_rate=2e-5, rank=8, dimension=128, alpha=0.3, lambda_ss=1.0, lambda_sus=0.5, gate="correct", normalise="std", kl=0.04,
     strategy_warmup=0, strategy_batch=8, eval_problems=200, eval_samples=8, eval_every=934, checkpoint_every=100)}
 
@@ -197,8 +199,10 @@ class Run:
             measured = evaluate.evaluate(
                 self.policy, self.test, config.eval_samples, config.temperature, config.max_new_tokens, progress=True,
                 ruler=Ruler.load(ruler, self.model) if ruler.exists() else None)
-            if not ruler.exists():
+            if not ruler.exists() and not self.step:
                 measured.ruler.save(ruler)
+            elif not ruler.exists():                        # without the base model's ruler there is nothing to compare with
+                measured.metrics["cluster_entropy"] = None
             known[self.step] = {"step": self.step, **measured.metrics}
             for name in ("samples", *([] if self.step else ["samples-before"])):
                 write_lines(self.folder / f"{name}.jsonl", measured.samples)
@@ -337,8 +341,7 @@ def start(config: Config) -> Run:
     try:
         return Run(config)
     except BaseException:
-        (Path(config.run) / "config.json").unlink()
-        Path(config.run).rmdir()
+        shutil.rmtree(config.run)
         raise
 
 
@@ -346,23 +349,22 @@ def main(argv: list[str] | None = None) -> None:
     config, given = parse(Config, __doc__, argv)
     config, run = replace(config, **{name: value for name, value in PRESETS[config.preset].items() if name not in given}), None
     try:
-        try:
-            if config.dry_run:
-                return print(budget.report(config))
-            run = start(checkpoint.resolve(config, given))
-        except ValueError as error:
-            fail(error)
+        config = checkpoint.resolve(config, given)
+        if config.dry_run:
+            data.check(config.data)
+            return print(budget.report(config))
+        run = start(config)
         before = run.evaluate() if not run.step else next(iter(read_lines(run.folder / "evaluations.jsonl")), None)
         if run.strategist and not run.step:
             warm_up(run)
         train(run)
         after = run.evaluate()
         write_json(run.folder / "evaluation.json", after)
-        card.write(run.folder / "adapter", asdict(run.config), after, merged=False)
-    except (OSError, FloatingPointError) as error:
+        card.write(run.folder / "adapter", asdict(run.config), run.step, after, f"{run.config.eval_split} problems of {run.config.data}", False)
+    except (ValueError, OSError, FloatingPointError) as error:
         fail(error)
     except KeyboardInterrupt:
-        how = f"To continue:\n  python train.py --run {run.folder} --resume" if run else "Nothing was written."
+        how = f"To continue:\n  python train.py --run {shlex.quote(str(run.folder))} --resume" if run else "Nothing was written."
         print(f"\nstopped after {run.step if run else 0} steps. {how}", file=sys.stderr)
         sys.exit(130)
     log.summary(run.folder, before, after)

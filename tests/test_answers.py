@@ -21,6 +21,10 @@ GSM8K = os.environ.get("SUS_GSM8K")
     ("10-5", 5), ("x = -5", -5), ("(-3)", -3), ("2-3=-1", -1), ("-$5", -5), ("$-5", -5), ("\u22125", -5), ("- 5", 5),
     (".5", Fraction(1, 2)), ("0.50", Fraction(1, 2)), ("1/2", Fraction(1, 2)), ("1 1/2", Fraction(3, 2)), ("1e3", 1000),
     ("1,2,3", 3), ("1234,567", 567), ("**12**", 12), ("12 km", 12), ("no number", None), ("", None), ("1/0", None), ("#### none, 7", 7),
+    ("#### Step 3: Add\n48+24=72\nso \\boxed{72}", 72), ("#### Step 2\nThe final answer is 18", 18), (r"\boxed{1\frac{1}{2}}", Fraction(3, 2)),
+    (r"\dfrac{1,000}{2}", 500), (r"\frac{3.5}{7}", Fraction(1, 2)), (r"-\frac{ 3 }{4}", Fraction(-3, 4)), (r"\frac12", Fraction(1, 2)),
+    ("The answer is 72. In April x = 48.", 72), ("Answer: 42\n\nNote: 3 eggs.", 42), ("**Answer:** 12 eggs\n\n2. check", 12),
+    ("the answer is:\n\n\\[ 42 \\]\n(for all 3)", 42), ("<ANSWER>5</ANSWER>, so 6 = 7", 5), ("\u0130 ####142", 142), ("\u20135", -5),
     ("\uff12 and \u0663", None), ("1e999", 999), ("9" * 5000, None)])
 def test_forms(text, expected):
     assert answer_of(text) == expected

@@ -141,6 +141,8 @@ def test_questions_from_a_file_and_a_folder(tmp_path):
     write_lines(tmp_path / "folder" / "test.jsonl", {"question": "half?", "answer": 0.5}, {"question": "three?", "answer": 3})
     assert len(data.load(str(tmp_path / "folder"), "train", 100)) == 7
     assert {p.answer for p in data.load(str(tmp_path / "folder"), "test", 0)} == {Fraction(1, 2), Fraction(3)}
+    write_lines(tmp_path / "folder" / "pretrain-latest.jsonl", *records[:3])           # other words are no split's name
+    assert len(data.load(str(tmp_path / "folder"), "train", 100)) == 7
     with pytest.raises(ValueError, match="no validation split"):
         data.load(str(tmp_path / "folder"), "validation", 5)
     first = data.load(str(file), "train", 50, 1)
@@ -162,7 +164,7 @@ def test_a_malformed_line_is_named(tmp_path, line, word):
 
 def test_an_empty_file_and_an_unknown_name(tmp_path):
     (tmp_path / "empty.jsonl").write_text("\n")
-    for name, word in ((tmp_path / "empty.jsonl", "holds no problem"), (tmp_path / "missing.jsonl", "expected countdown"), (tmp_path, "no train split")):
+    for name, word in ((tmp_path / "empty.jsonl", "holds no problem"), (tmp_path / "missing.jsonl", "expected countdown"), (tmp_path, "no train split"), ("/dev/null", "expected countdown"), ("", "expected countdown")):
         with pytest.raises(ValueError, match=word):
             data.load(str(name), "train", 0)
 

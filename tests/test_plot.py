@@ -10,7 +10,8 @@ import plot
 
 def make_run(folder, method, seed, shift=0.0, **config):
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps({"method": method, "seed": seed, "alpha": 4.0, "lambda_ss": 1.0, "lambda_sus": 0.5, **config}))
+    (folder / "config.json").write_text(json.dumps({"method": method, "seed": seed, "alpha": 4.0, "lambda_ss": 1.0, "lambda_sus": 0.5, "data": "countdown",
+                                                   "eval_split": "test", **config}))
     rows = [{"step": s, "loss": 0.1, "correct": s / 40, "entropy": 0.5, **({"ss": 0.5, "sus": 0.2, "bonus_share": 0.1} if method != "grpo" else {})}
             for s in range(1, 21)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -41,7 +42,7 @@ def test_runs_are_grouped_and_every_figure_is_drawn(tmp_path):
 def test_bands_by_hand():
     mean, half = plot.mean_and_half([1.0, 2.0, 3.0])
     assert mean == 2 and half == pytest.approx(4.303 / math.sqrt(3))
-    assert plot.mean_and_half([5.0]) == (5.0, 0.0)
+    assert plot.mean_and_half([5.0])[0] == 5.0 and math.isnan(plot.mean_and_half([5.0])[1])
 
 
 def test_no_runs_no_figures(tmp_path, capsys):
@@ -49,3 +50,24 @@ def test_no_runs_no_figures(tmp_path, capsys):
         with pytest.raises(SystemExit) as stopped:
             plot.main([str(path)])
         assert stopped.value.code == 2 and str(path) in capsys.readouterr().err
+
+
+def test_runs_are_not_counted_twice_mixed_or_misnamed(tmp_path):
+    make_run(tmp_path / "sus-countdown-1", "sus", 1)
+    runs = plot.find_runs([str(tmp_path), str(tmp_path / "sus-countdown-1")])
+    assert len(runs) == 1 and runs[0].name == "sus"                        # train.py's own name for a folder
+    make_run(tmp_path / "grpo-1", "grpo", 1, eval_split="validation")
+    with pytest.raises(ValueError, match="do not belong"):
+        plot.find_runs([str(tmp_path)])
+
+
+def test_missing_metrics_are_left_out_and_damage_is_named(tmp_path):
+    for method in ("sus", "grpo", "ss"):
+        make_run(tmp_path / f"{method}-1", method, 1)
+        file = tmp_path / f"{method}-1" / "evaluations.jsonl"
+        file.write_text(file.read_text().replace('"strategy_entropy": 1.0', '"strategy_entropy": null'))
+    runs = plot.find_runs([str(tmp_path)])
+    assert tmp_path / "ablation.png" in plot.draw(runs, tmp_path)
+    (tmp_path / "sus-1" / "samples.jsonl").write_text('{"question": "q"}\n')
+    with pytest.raises(ValueError, match="embeddings cannot be drawn"):
+        plot.draw(runs, tmp_path)

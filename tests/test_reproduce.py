@@ -1,4 +1,7 @@
 """The statistics by hand on made-up runs, and a real, interrupted and resumed reproduction of the smallest size."""
+import json
+from dataclasses import asdict
+
 import pytest
 from test_plot import make_run
 
@@ -11,12 +14,36 @@ def test_tables_by_hand(tmp_path):
         make_run(tmp_path / f"grpo-{seed}", "grpo", seed)                  # pass@1 is 0.5 after the last step
         make_run(tmp_path / f"sus-{seed}", "sus", seed, gain)
     runs = plot.find_runs([str(tmp_path)])
-    assert reproduce.values(runs, "sus", "pass@1") == pytest.approx([0.6, 0.7, 0.8])
+    assert reproduce.values(runs, "sus", "pass@1") == pytest.approx({1: 0.6, 2: 0.7, 3: 0.8})
     metrics = {"pass@1": "pass@1", "strategy_entropy": "entropy"}
     table = "\n".join(reproduce.results_table(runs, ["sus", "grpo"], metrics))
     assert "| base model | 0.0 % | 2.00 |" in table
     assert "| sus | 70.0 ± 24.8 % | 1.00 ± 0.00 |" in table            # 4.303 * 0.1 / sqrt(3) = 0.248
+    make_run(tmp_path / "more" / "sus-9", "sus", 9, 0.9)                   # no partner: it must not be paired with another's
+    runs = plot.find_runs([str(tmp_path)])
     assert "| sus over grpo | +40 % (-10 to +90) | +0 % (+0 to +0) |" in reproduce.difference_table(runs, [("sus", "grpo")], metrics)
+
+
+def test_one_seed_has_no_interval():
+    assert reproduce.shown([0.5], "pass@1") == "50.0 %" and reproduce.shown([1.0, 1.0], "strategy_entropy") == "1.00 ± 0.00"
+
+
+def test_a_finished_run_of_other_settings_is_refused(tmp_path):
+    job = reproduce.plan(reproduce.Config(folder=str(tmp_path), steps=3))[0]
+    assert not job.finished()
+    job.folder.mkdir(parents=True)
+    (job.folder / "config.json").write_text(json.dumps(asdict(reproduce.train.Config(seed=10, steps=3))))
+    (job.folder / "evaluation.json").write_text('{"step": 3}')
+    assert job.finished()
+    job.flags += ["--alpha", "99"]
+    with pytest.raises(ValueError, match="other settings .alpha."):
+        job.finished()
+
+
+def test_the_quick_form_is_of_the_main_part(capsys):
+    with pytest.raises(SystemExit):
+        reproduce.main(["--quick", "--part", "sweep"])
+    assert "--part sweep" in capsys.readouterr().err
 
 
 def test_a_plan_tunes_on_other_problems_and_seeds_than_it_reports():
