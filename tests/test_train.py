@@ -165,7 +165,7 @@ def test_every_method_trains(method, cache, tmp_path):
 def test_only_the_oracle_reads_true_strategies(cache, tmp_path, monkeypatch):
     def forbidden(self, response):
         raise AssertionError("a reward looked at the true strategy")
-    monkeypatch.setattr(train.Run, "evaluate", lambda self: {"step": self.step, "intervals": {}})       # measuring may look
+    monkeypatch.setattr(train.Run, "evaluate", lambda self: {"step": self.step, "intervals": {}, "problems": 1, "samples": 1})   # may look
     monkeypatch.setattr(data.Countdown, "strategy_of", forbidden)
     monkeypatch.setattr(data.Countdown, "path_of", forbidden)
     run(tmp_path / "sus", cache, "--steps", "2")
