@@ -22,6 +22,7 @@ def write(folder: Path, config: dict, steps: int, metrics: dict, where: str, mer
            f'model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}"), "FOLDER")')
     write_text(folder / "README.md", "\n".join([
         "---", *fields, "---", "", f"# {base}, trained with {method} on {config['data']}", "",
-        f"{'Merged weights' if merged else 'A LoRA adapter'} of `{base}` after {steps} steps of GRPO{reward}, seed {config['seed']}.", "",
+        f"{'Merged weights' if merged else 'A LoRA adapter'} of `{base}` after {steps} steps of GRPO{reward}, "
+        f"seed {config['seed']}.", "",
         f"On {metrics['problems']} {where}, {metrics['samples']} responses each:", "", "| | |", "|---|---|", *rows, "",
         "```python", use, "```", ""]))

@@ -20,8 +20,8 @@ from files import (pack_optimizer, read_json, read_lines, read_metadata, read_te
 from flags import from_saved
 
 # What a resumed run may change: nothing that alters a step already taken.
-CHANGEABLE = {"run", "resume", "steps", "checkpoint_every", "device", "eval_every", "cache", "rebuild", "micro_batch", "recompute",
-              "dry_run", "wandb", "tensorboard"}
+CHANGEABLE = {"run", "resume", "steps", "checkpoint_every", "device", "eval_every", "cache", "rebuild", "micro_batch",
+              "recompute", "dry_run", "wandb", "tensorboard"}
 
 
 def resolve(config, given: set[str]):
@@ -59,7 +59,8 @@ def claim(config):
             return replace(config, run=str(folder))
         except FileExistsError:
             if config.run:
-                raise ValueError(f"{config.run} already holds a run: add --resume to continue it, or choose another --run") from None
+                raise ValueError(f"{config.run} already holds a run: add --resume to continue it, or choose another "
+                                 "--run") from None
             number += 1
 
 

@@ -3,7 +3,8 @@
 By default the encoder is the policy's own base model, adapters off: the residual stream after the attention of an early
 layer, before its MLP. When the KL penalty runs its reference pass, the states are tapped from that pass; otherwise only
 what lies below the tap runs, once a prompt and once a response. Measured on Countdown, the first layer shows strategies
-best: higher up, the numbers of the problem drown them. With `--encoder`, a sentence encoder reads the texts instead, as in the paper.
+best: higher up, the numbers of the problem drown them. With `--encoder`, a sentence encoder reads the texts instead, as
+in the paper.
 
 Called by strategy.Strategist once a step; its output carries no gradient.
 """
@@ -63,7 +64,8 @@ def features(query_states: Tensor, query_mask: Tensor, response_states: Tensor, 
     """Token states of B queries and B * G responses -> their pooled features."""
     B, G = len(query_states), len(response_states) // len(query_states)
     query, response = pool(query_states, query_mask), pool(response_states, response_mask)
-    views = torch.stack([pool(response_states, half) for half in halves(response_ids, response_mask, generator).unbind(1)], dim=1)
+    parts = halves(response_ids, response_mask, generator).unbind(1)
+    views = torch.stack([pool(response_states, half) for half in parts], dim=1)
     q, r = query_mask.sum(1).repeat_interleave(G)[:, None], response_mask.sum(1)[:, None]        # token counts
     both = (query.repeat_interleave(G, 0) * q + response * r) / (q + r).clamp(min=1)
     return Features(query, response.unflatten(0, (B, G)), views.unflatten(0, (B, G)), both.unflatten(0, (B, G)))

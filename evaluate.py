@@ -34,13 +34,15 @@ from ruler import Ruler
 KS = (1, 5, 16)
 DEVICES, DTYPES = ("auto", "cpu", "cuda", "mps"), ("auto", "float32", "bfloat16")
 PROMPTS = ("auto", "plain", "chat")
-OF_A_RUN = {"data", "split", "problems", "samples", "temperature", "max_new_tokens", "prompt", "system", "instruction", "dtype", "cache"}
+OF_A_RUN = {"data", "split", "problems", "samples", "temperature", "max_new_tokens", "prompt", "system", "instruction",
+            "dtype", "cache"}                               # what a run brings with it
 
 
 @dataclass(frozen=True)
 class Config:
     path: str = knob("", "a run folder of train.py, a model folder, or a hub id")
-    data: str = knob("countdown", f"{', '.join(data.KNOWN)}, or a JSONL file or folder; a run brings its own", group="What is measured")
+    data: str = knob("countdown", f"{', '.join(data.KNOWN)}, or a JSONL file or folder; a run brings its own",
+                     group="What is measured")
     split: str = knob("test", "of the data; a run brings its own", choices=("test", "validation"))
     problems: int = knob(200, "how many problems; a run brings its own", low=1)
     samples: int = knob(16, "responses to each; a run brings its own", low=1)
@@ -84,17 +86,19 @@ class Policy:
         own, instruction = getattr(problem, "instruction", ""), self.prompt.instruction
         if not instruction:
             return problem.prompt
-        return problem.prompt.replace(own, instruction) if own and own in problem.prompt else f"{instruction}\n{problem.prompt}"
+        if own and own in problem.prompt:
+            return problem.prompt.replace(own, instruction)
+        return f"{instruction}\n{problem.prompt}"
 
     def encode(self, problems: list) -> list[list[int]]:
         """Token ids of what the model reads."""
         if self.prompt.style == "chat" or (self.prompt.style == "auto" and self.tokenizer.chat_template):
             try:
-                return self.tokenizer.apply_chat_template([self.chat(problem) for problem in problems], add_generation_prompt=True,
-                                                          return_dict=False)
+                return self.tokenizer.apply_chat_template([self.chat(problem) for problem in problems],
+                                                          add_generation_prompt=True, return_dict=False)
             except Exception as error:                      # a template may refuse, and raises what it likes
-                raise ValueError(f"the tokenizer's chat template fails ({type(error).__name__}: {error}): use --prompt plain, "
-                                 "or leave out --system") from None
+                raise ValueError(f"the tokenizer's chat template fails ({type(error).__name__}: {error}): "
+                                 "use --prompt plain, or leave out --system") from None
         return self.tokenizer([self.plain(problem) for problem in problems]).input_ids
 
     def decode(self, rollout: sample.Rollout) -> list[str]:
@@ -167,17 +171,23 @@ def evaluate(policy: Policy, problems: list, samples: int, temperature: float, m
         rollout = sample.generate(policy.model, prompts[i:i + batch], samples, max_new_tokens, temperature,
                                   policy.eos_ids, generator)
         responses += policy.decode(rollout)
-        found.append(encoder.base_features(policy.model, prompts[i:i + batch], rollout, strategy.Settings().layer, batch, views))
+        found.append(encoder.base_features(policy.model, prompts[i:i + batch], rollout, strategy.Settings().layer, batch,
+                                           views))
     features = encoder.join(found)
     ruler = ruler or Ruler.fit(policy.model, features)
     clusters, places = (part.tolist() for part in ruler.read(features))
     groups = [responses[i:i + samples] for i in range(0, len(responses), samples)]
     metrics = measure(problems, groups, seed, clusters)
-    records = [{"question": getattr(problem, "question", problem.prompt), "responses": [
-        {"text": text, "correct": problem.judge(text), "cluster": cluster, "place": place,
-         **({"strategy": problem.strategy_of(text)} if hasattr(problem, "strategy_of") else {})}
-        for text, cluster, place in zip(group, *others)]} for problem, group, *others in zip(problems, groups, clusters, places)]
-    return Measured(metrics, records, ruler)
+    return Measured(metrics, [record(*parts) for parts in zip(problems, groups, clusters, places)], ruler)
+
+
+def record(problem, group: list[str], clusters: list[int], places: list[list[float]]) -> dict:
+    """A problem and its responses, as samples.jsonl has them."""
+    responses = [{"text": text, "correct": problem.judge(text), "cluster": cluster, "place": place}
+                 for text, cluster, place in zip(group, clusters, places)]
+    if hasattr(problem, "strategy_of"):
+        responses = [{**response, "strategy": problem.strategy_of(response["text"])} for response in responses]
+    return {"question": getattr(problem, "question", problem.prompt), "responses": responses}
 
 
 def measure(problems: list, groups: list[list[str]], seed: int = 0, clusters: list[list[int]] | None = None) -> dict:
@@ -192,7 +202,8 @@ def measure(problems: list, groups: list[list[str]], seed: int = 0, clusters: li
     strategies = None
     for name, reader in (("path_entropy", "path_of"), ("strategy_entropy", "strategy_of")):
         if hasattr(problems[0], reader):
-            names, counts[name] = count([list(map(getattr(problem, reader), group)) for problem, group in zip(problems, groups)])
+            labels = [list(map(getattr(problem, reader), group)) for problem, group in zip(problems, groups)]
+            names, counts[name] = count(labels)
             shown = counts[name].sum(0)
             strategies = dict(zip(names, (shown / shown.sum().clamp(min=1)).tolist()))
     # Row 0 weighs every problem once, the others are 1,000 draws of the problems with replacement.
@@ -204,7 +215,8 @@ def measure(problems: list, groups: list[list[str]], seed: int = 0, clusters: li
         found = entropy(weights @ table)                    # fewer different problems show fewer strategies: centre the draws
         values[name] = torch.cat((found[:1], found[1:] + found[0] - found[1:].mean()))
     quantiles = torch.tensor([0.025, 0.975], dtype=torch.float64)
-    result = dict.fromkeys(("pass@1", "pass@5", "pass@16", "strategy_entropy", "path_entropy", "cluster_entropy", "valid", "distinct"))
+    result = dict.fromkeys(("pass@1", "pass@5", "pass@16", "strategy_entropy", "path_entropy", "cluster_entropy", "valid",
+                            "distinct"))
     result |= {name: value[0].item() for name, value in values.items()}
     result["pass_curve"] = [sum(pass_at_k(samples, c, k) for c in correct) / n for k in range(1, samples + 1)]
     result["strategies"] = strategies
@@ -213,7 +225,7 @@ def measure(problems: list, groups: list[list[str]], seed: int = 0, clusters: li
 
 
 def count(labels: list[list]) -> tuple[list, Tensor]:
-    """Each problem's labels, None for none -> the labels there are (K), and how often each problem shows each, (problems, K)."""
+    """Each problem's labels, None for none -> the labels there are, and how often each problem shows each (problems, K)."""
     tables = [Counter(label for label in row if label is not None) for row in labels]
     names = sorted(set().union(*tables)) or [""]
     return names, torch.tensor([[table[name] for name in names] for table in tables], dtype=torch.float64)
@@ -222,14 +234,17 @@ def count(labels: list[list]) -> tuple[list, Tensor]:
 def show(samples: list[dict], problems: int = 5) -> str:
     """A few problems for people to read, those with the most clusters first: a response of each cluster, right ones first."""
     text = ["# Samples"]
-    for record in sorted(samples, key=lambda record: len({r["cluster"] for r in record["responses"]}), reverse=True)[:problems]:
+    def clusters(record):
+        return len({response["cluster"] for response in record["responses"]})
+    for record in sorted(samples, key=clusters, reverse=True)[:problems]:
         chosen: dict[int, dict] = {}
         for response in sorted(record["responses"], key=lambda r: -r["correct"]):
             chosen.setdefault(response["cluster"], response)
         text.append(f"\n## {record['question']}")
         for cluster, response in chosen.items():
             strategy = f", strategy {response['strategy']}" if response.get("strategy") else ""
-            text.append(f"\n{'Right' if response['correct'] else 'Wrong'}, cluster {cluster}{strategy}:\n\n```\n{response['text'].strip()}\n```")
+            text.append(f"\n{'Right' if response['correct'] else 'Wrong'}, cluster {cluster}{strategy}:\n")
+            text.append(f"```\n{response['text'].strip()}\n```")
     return "\n".join(text) + "\n"
 
 
@@ -273,8 +288,10 @@ def measure_path(config: Config, given: set[str]) -> Measured:
     if is_run:
         from train import Config as RunConfig               # here, since train.py imports this file
         saved = from_saved(RunConfig, read_json(path / "config.json"), str(path / "config.json"))
-        settings = {**asdict(saved), "split": saved.eval_split, "problems": saved.eval_problems, "samples": saved.eval_samples}
-        config, model, base_task = replace(config, **{name: settings[name] for name in OF_A_RUN - given}), saved.model, saved.data
+        settings = {**asdict(saved), "split": saved.eval_split, "problems": saved.eval_problems,
+                    "samples": saved.eval_samples}
+        config = replace(config, **{name: settings[name] for name in OF_A_RUN - given})
+        model, base_task = saved.model, saved.data
     problems = data.load(config.data, config.split, config.problems)
     policy = open_policy(model, base_task, config.cache, config.device, config.dtype,
                          Prompt(config.prompt, config.system, config.instruction))
@@ -296,7 +313,8 @@ def main(argv: list[str] | None = None) -> None:
             raise ValueError("an empty path: expected a run folder, a model folder or a hub id")
         if config.output and (Path(config.output).is_dir() or not Path(config.output).absolute().parent.is_dir()):
             raise ValueError(f"--output {config.output}: expected a file in a folder that exists")
-        if config.export and Path(config.export).exists() and (not Path(config.export).is_dir() or any(Path(config.export).iterdir())):
+        target = Path(config.export)
+        if config.export and target.exists() and (not target.is_dir() or any(target.iterdir())):
             raise ValueError(f"--export {config.export} exists and is not an empty folder: choose another")
         result = measure_path(config, given).metrics
         print(table({Path(config.path).name: result}))

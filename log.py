@@ -28,11 +28,17 @@ def open_all(config) -> list:
         if config.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
             writer = SummaryWriter(config.run)
-            logs.append(lambda metrics: [writer.add_scalar(name, value, metrics["step"]) for name, value in metrics.items()] and writer.flush())
+
+            def send(metrics):
+                for name, value in metrics.items():
+                    writer.add_scalar(name, value, metrics["step"])
+                writer.flush()
+            logs.append(send)
     except ImportError as error:
         raise ValueError(f"{error.name} is not installed: pip install {error.name}, or leave --{error.name} out") from None
     except Exception as error:                              # no login, no network: a service raises what it likes
-        raise ValueError(f"a log cannot be opened ({type(error).__name__}: {error}): leave --wandb and --tensorboard out") from None
+        raise ValueError(f"a log cannot be opened ({type(error).__name__}: {error}): leave --wandb and --tensorboard "
+                         "out") from None
     return logs
 
 

@@ -61,7 +61,8 @@ def find_runs(paths: list[str]) -> list[Run]:
             name = re.sub(r"-\d+$", "", folder.name)
             if name == f"{config['method']}-{Path(str(config.get('data'))).stem}":      # train.py's own choice of a name
                 name = config["method"]
-            runs[folder.resolve()] = Run(name, config.get("seed", 0), config, read_lines(folder / "metrics.jsonl"), evaluations, folder)
+            metrics = read_lines(folder / "metrics.jsonl")
+            runs[folder.resolve()] = Run(name, config.get("seed", 0), config, metrics, evaluations, folder)
     if not runs:
         raise ValueError(f"no run in {', '.join(paths)}: expected folders with config.json and evaluations.jsonl")
     if len({run.config.get("eval_split") for run in runs.values()}) > 1:
@@ -80,7 +81,8 @@ def mean_and_half(values: list[float]) -> tuple[float, float]:
 
 def grouped(runs: list[Run]) -> dict[str, list[Run]]:
     """Runs by name, in the order in which COLOURS lists the known ones."""
-    names = sorted({run.name for run in runs}, key=lambda name: (name not in COLOURS, list(COLOURS).index(name) if name in COLOURS else name))
+    found = {run.name for run in runs}
+    names = [name for name in COLOURS if name in found] + sorted(found - COLOURS.keys())
     return {name: [run for run in runs if run.name == name] for name in names}
 
 
@@ -144,7 +146,8 @@ def story(runs: list[Run]):
 
 def diversity(runs: list[Run]):
     return line_figure(runs, "Diversity over training", [
-        ("strategy_entropy", "entropy of true strategies (nats)", 1), ("cluster_entropy", "entropy of embedding clusters (nats)", 1)])
+        ("strategy_entropy", "entropy of true strategies (nats)", 1),
+        ("cluster_entropy", "entropy of embedding clusters (nats)", 1)])
 
 
 def intrinsic(runs: list[Run]):
@@ -164,7 +167,8 @@ def losses(runs: list[Run]):
 def training(runs: list[Run]):
     """What one run can tell about itself, from its metrics alone."""
     return line_figure(runs, f"{runs[0].config['method']}, seed {runs[0].seed}", [
-        ("correct", "correct responses (%)", 100), ("entropy", "entropy a token (nats)", 1), ("ss", "SS", 1), ("sus", "SuS", 1)],
+        ("correct", "correct responses (%)", 100), ("entropy", "entropy a token (nats)", 1), ("ss", "SS", 1),
+        ("sus", "SuS", 1)],
         "metrics", max(1, len(runs[0].metrics) // 40))
 
 
@@ -175,11 +179,13 @@ def passes(runs: list[Run]):
         return None
     figure, (axis,) = panels(1, 5.5, 4)
     base = next(iter(shown.values()))[0].evaluations[0]["pass_curve"]
-    lines = {"base": [base], **{name: [run.evaluations[-1]["pass_curve"] for run in members] for name, members in shown.items()}}
+    lines = {"base": [base]}
+    lines |= {name: [run.evaluations[-1]["pass_curve"] for run in members] for name, members in shown.items()}
     for name, found in lines.items():
         bands = [mean_and_half([100 * value for value in column]) for column in zip(*found)]
         ks = range(1, len(bands) + 1)
-        axis.plot(ks, [mean for mean, _ in bands], color=COLOURS[name], label=NAMES[name], linestyle="--" if name in ("oracle", "base") else "-")
+        style = {"color": COLOURS[name], "linestyle": "--" if name in ("oracle", "base") else "-"}
+        axis.plot(ks, [m for m, _ in bands], label=NAMES[name], **style)
         axis.fill_between(ks, [m - h for m, h in bands], [m + h for m, h in bands], color=COLOURS[name], alpha=0.18, linewidth=0)
     axis.set_title("How much do more tries help?"), axis.set_xlabel("tries k"), axis.set_ylabel("pass@k (%)")
     axis.set_ylim(0, 100), axis.legend(frameon=False), axis.grid(alpha=0.25), axis.spines[["top", "right"]].set_visible(False)
@@ -187,17 +193,19 @@ def passes(runs: list[Run]):
 
 
 def ablation(runs: list[Run]):
-    groups = {name: members for name in ("sus", "ss", "surprise", "grpo") if (members := [run for run in runs if run.name == name])}
+    groups = {name: [run for run in runs if run.name == name] for name in ("sus", "ss", "surprise", "grpo")}
+    groups = {name: members for name, members in groups.items() if members}
     if "sus" not in groups or len(groups) < 3:
         return None
-    parts = [part for part in (("pass@1", "pass@1 (%)", 100), ("pass@5", "pass@5 (%)", 100), ("strategy_entropy", "strategy entropy (nats)", 1))
+    parts = [part for part in (("pass@1", "pass@1 (%)", 100), ("pass@5", "pass@5 (%)", 100),
+                               ("strategy_entropy", "strategy entropy (nats)", 1))
              if all(run.final(part[0]) is not None for members in groups.values() for run in members)]
     figure, axes = panels(len(parts), 3.8, 3.4)
     for axis, (key, heading, unit) in zip(axes, parts):
         for place, (name, members) in enumerate(groups.items()):
             values = [run.final(key) * unit for run in members]
             mean, half = mean_and_half(values)
-            axis.bar(place, mean, yerr=None if math.isnan(half) else half, color=COLOURS[name], width=0.65, capsize=4, error_kw={"linewidth": 1.2})
+            axis.bar(place, mean, yerr=None if math.isnan(half) else half, color=COLOURS[name], width=0.65, capsize=4)
             axis.plot([place] * len(values), values, "o", color="white", markeredgecolor="black", markersize=4)
         axis.set_xticks(range(len(groups)), ["both parts" if name == "sus" else NAMES[name] for name in groups], fontsize=8)
         axis.set_title(heading, fontsize=11), axis.spines[["top", "right"]].set_visible(False)
@@ -219,9 +227,10 @@ def sensitivity(runs: list[Run]):
     figure, axes = panels(len(changed), 3.8)
     for axis, (key, found) in zip(axes, sorted(changed.items())):
         for metric, shade, marker in (("pass@1", PALETTE[0], "o"), ("pass@5", PALETTE[1], "s")):
-            points = {value: mean_and_half([100 * (run.final(metric) or 0) for run in members]) for value, members in sorted(found.items())}
-            axis.errorbar(range(len(points)), [m for m, _ in points.values()], [0 if math.isnan(h) else h for _, h in points.values()], color=shade,
-                          marker=marker, capsize=3, label=metric)
+            points = {value: mean_and_half([100 * (run.final(metric) or 0) for run in members])
+                      for value, members in sorted(found.items())}
+            means, halves = [m for m, _ in points.values()], [0 if math.isnan(h) else h for _, h in points.values()]
+            axis.errorbar(range(len(points)), means, halves, color=shade, marker=marker, capsize=3, label=metric)
         axis.set_xticks(range(len(points)), [f"{value:g}" for value in points])
         axis.set_xlabel({"alpha": "alpha", "lambda_ss": "lambda of SS", "lambda_sus": "lambda of SuS"}[key])
         axis.set_ylim(bottom=0), axis.grid(alpha=0.25), axis.spines[["top", "right"]].set_visible(False)
@@ -232,7 +241,8 @@ def sensitivity(runs: list[Run]):
 
 def embeddings(runs: list[Run]):
     """The base policy's responses, then those of each method after training, placed by one shared ruler."""
-    groups = {name: members[0] for name, members in grouped(runs).items() if name in ("grpo", "sus")} or {runs[0].name: runs[0]}
+    groups = {name: members[0] for name, members in grouped(runs).items() if name in ("grpo", "sus")}
+    groups = groups or {runs[0].name: runs[0]}
     first = next(iter(groups.values()))
     wanted = {"before training": first.folder / "samples-before.jsonl",
               **{f"after {NAMES.get(name, name)}": run.folder / "samples.jsonl" for name, run in sorted(groups.items())}}
@@ -241,19 +251,22 @@ def embeddings(runs: list[Run]):
               for heading, file in wanted.items() if file.exists()}
     if not (places := {heading: points for heading, points in places.items() if points}):
         return None
-    kinds = [kind for kind, _ in Counter(point[2] for points in places.values() for point in points).most_common() if kind != "illegal"]
-    shades = {**{kind: PALETTE[i] if i < len(PALETTE) else "#aaaaaa" for i, kind in enumerate(sorted(kinds[:9]) + kinds[9:])}, "illegal": "#dddddd"}
+    kinds = [kind for kind, _ in Counter(point[2] for points in places.values() for point in points).most_common()]
+    kinds = [kind for kind in kinds if kind != "illegal"]
+    shades = dict(zip(sorted(kinds[:9]), PALETTE)) | dict.fromkeys(kinds[9:], "#aaaaaa") | {"illegal": "#dddddd"}
     figure, axes = panels(len(places), 4.2, 4.4)
     for axis, (heading, points) in zip(axes, places.items()):
         for kind, shade in shades.items():
             chosen = [(x, y) for x, y, label in points if label == kind]
-            axis.scatter([x for x, _ in chosen], [y for _, y in chosen], s=5, linewidth=0, alpha=0.6, color=shade, zorder=1 + (kind != "illegal"),
-                         label=kind if kind in kinds[:9] or kind == "illegal" else "other" if kind == kinds[9] else None)
+            label = kind if kind in kinds[:9] or kind == "illegal" else "other" if kind == kinds[9] else None
+            axis.scatter([x for x, _ in chosen], [y for _, y in chosen], s=5, linewidth=0, alpha=0.6, color=shade, label=label,
+                         zorder=1 + (kind != "illegal"))
         axis.set_title(heading, fontsize=11), axis.set_xticks([]), axis.set_yticks([])
     limits = [(min(a) - 0.02, max(a) + 0.02) for a in zip(*(point[:2] for points in places.values() for point in points))]
     for axis in axes:
         axis.set_xlim(*limits[0]), axis.set_ylim(*limits[1])
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=10, frameon=False, markerscale=3, fontsize=9)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=11, frameon=False, markerscale=3,
+                  fontsize=9)
     what = "cluster" if any(kind.startswith("cluster") for kind in kinds) else "true strategy"
     figure.suptitle(f"Strategy embeddings of the responses, coloured by their {what}", fontsize=12)
     return figure
@@ -274,8 +287,8 @@ def draw(runs: list[Run], output: Path, figures=FIGURES) -> list[Path]:
         try:
             figure = make(runs)
         except (KeyError, TypeError, IndexError, AttributeError) as error:
-            raise ValueError(f"the figure {make.__name__} cannot be drawn: a file of {runs[0].folder.parent} is damaged or from "
-                             f"another version ({type(error).__name__}: {error})") from None
+            raise ValueError(f"the figure {make.__name__} cannot be drawn: a file of {runs[0].folder.parent} is damaged or "
+                             f"from another version ({type(error).__name__}: {error})") from None
         if figure is not None:
             written.append(output / f"{make.__name__}.png")
             figure.savefig(written[-1], dpi=130)

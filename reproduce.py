@@ -8,8 +8,8 @@
 
 Each run is one process of train.py with one thread, as many side by side as there are cores. Whatever is finished is
 kept: after Ctrl-C or a crash the same command goes on. Tables are printed and written to tables.md in the part's folder
-(tables-quick.md for the quick form), figures beside them. Intervals are 95 % (Student's t over seeds); differences are paired by seed, which fixes the
-training problems, the first adapter and the sampling.
+(tables-quick.md for the quick form), figures beside them. Intervals are 95 % (Student's t over seeds; all use the same
+test problems); differences are paired by seed, which fixes the training problems, the first adapter and the sampling.
 """
 import math
 import os
@@ -46,6 +46,7 @@ OTHERS = {"literal": "--alpha 0.3 --gate correct --normalise std --strategy-warm
           "equations": "--reading equations --gate none", "gate-correct": "--gate correct", "gate-none": "--gate none",
           "no-warm-up": "--strategy-warmup 0", "batch-negatives": "--negatives batch", "learned-lambdas": "--learn-lambdas",
           "annealed": "--alpha-decay 0.8", "layer-2": "--layer 2", "novelty": "--method novelty"}
+PAIRS = [("sus", "grpo"), ("sus", "perplexity"), ("ss", "sus"), ("surprise", "sus"), ("grpo", "sus"), ("oracle", "grpo")]
 PARTS = {"main": MAIN, "sweep": SWEEP, "tune": TUNE, "others": OTHERS}
 
 
@@ -70,7 +71,7 @@ class Job:
 
     def steps_done(self) -> int:
         file = self.folder / "metrics.jsonl"
-        return file.read_bytes().count(b"\n") if file.exists() else 0
+        return min(self.steps, file.read_bytes().count(b"\n")) if file.exists() else 0
 
     def finished(self) -> bool:
         """Also makes sure that what is there was made with this job's settings."""
@@ -80,7 +81,8 @@ class Job:
         odd = [name for name in sorted(wanted.keys() - checkpoint.CHANGEABLE)
                if saved.get(name) != (list(wanted[name]) if isinstance(wanted[name], tuple) else wanted[name])]
         if odd:
-            raise ValueError(f"{self.folder} was made with other settings ({', '.join(odd)}): remove it, or choose another --folder")
+            raise ValueError(f"{self.folder} was made with other settings ({', '.join(odd)}): remove it, or choose another "
+                             "--folder")
         file = self.folder / "evaluation.json"
         return file.exists() and read_json(file).get("step") == self.steps
 
@@ -107,7 +109,7 @@ def run_all(jobs: list[Job], workers: int) -> None:
     """As many processes at a time as there are workers; the bar counts policy updates."""
     waiting, running = [job for job in jobs if not job.finished()], {}
     environment = {**os.environ, "OMP_NUM_THREADS": "1"} if workers > 1 else dict(os.environ)
-    bar = tqdm(total=sum(job.steps for job in jobs), initial=sum(min(job.steps, job.steps_done()) for job in jobs), unit="step", smoothing=0.05)
+    bar = tqdm(total=sum(job.steps for job in jobs), initial=sum(job.steps_done() for job in jobs), unit="step", smoothing=0.05)
     try:
         while waiting or running:
             while waiting and len(running) < workers:
@@ -123,7 +125,7 @@ def run_all(jobs: list[Job], workers: int) -> None:
                     last = Path(f"{job.folder}.log").read_text().strip().splitlines()[-1:]
                     raise ValueError(f"{job.folder} failed: {' '.join(last)} (the whole story is in {job.folder}.log)")
                 Path(f"{job.folder}.log").unlink()
-            bar.n = sum(min(job.steps, job.steps_done()) for job in jobs)
+            bar.n = sum(job.steps_done() for job in jobs)
             bar.set_postfix_str(", ".join(f"{job.name} {job.seed}" for job in running.values())), time.sleep(0.5)
     finally:
         bar.close()
@@ -181,8 +183,7 @@ def write_up(config: Config, jobs: list[Job]) -> str:
             *results_table(runs, names)]
     if "grpo" in names and config.part == "main":
         text += ["", "Main result and ablation, relative to the second (95 % interval of the paired difference):", "",
-                 *difference_table(runs, [(a, b) for a, b in (("sus", "grpo"), ("sus", "perplexity"), ("ss", "sus"), ("surprise", "sus"),
-                                                              ("grpo", "sus"), ("oracle", "grpo")) if {a, b} <= set(names)])]
+                 *difference_table(runs, [pair for pair in PAIRS if set(pair) <= set(names)])]
     return "\n".join(text) + "\n"
 
 

@@ -58,7 +58,8 @@ class Ruler:
                                       if name.startswith("networks.")})
             placed = [tensors[name].to(model.device) for name in ("centres", "middle", "plane")]
         except (KeyError, RuntimeError) as error:
-            raise ValueError(f"{file} does not fit this model ({type(error).__name__}): remove it to go on without cluster entropies") from None
+            raise ValueError(f"{file} does not fit this model ({type(error).__name__}): remove it to go on without cluster "
+                             "entropies") from None
         return cls(networks.to(model.device), *placed)
 
 

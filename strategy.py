@@ -99,7 +99,8 @@ class Networks(nn.Module):
             slow.lerp_(fast, 1 - momentum)
 
 
-def contrast(anchors: Tensor, targets: Tensor, temperature: float, negatives: str, same: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def contrast(anchors: Tensor, targets: Tensor, temperature: float, negatives: str,
+             same: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """InfoNCE: anchors, targets (B, G, d) -> (loss, share of anchors nearest to their own target).
 
     A row's positive is its own other view; its negatives are the group's other rows, or all other rows. same (B, G, G):

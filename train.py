@@ -63,7 +63,8 @@ class Config:
     cache: str = knob("cache", "folder for the tiny base model")
     rebuild: bool = knob(False, "build the tiny base model again")
 
-    data: str = knob("countdown", f"{', '.join(data.KNOWN)}, or a JSONL file or folder with questions and answers", group="The problems")
+    data: str = knob("countdown", f"{', '.join(data.KNOWN)}, or a JSONL file or folder with questions and answers",
+                     group="The problems")
     train_problems: int = knob(3000, "largest size of the training set; 0 takes all of a file", low=0)
     prompt: str = knob("auto", "chat puts problems through the tokenizer's template, plain does not, auto does if it has one",
                        choices=evaluate.PROMPTS)
@@ -100,7 +101,7 @@ class Config:
     strategy_rate: float = knob(3e-3, "learning rate of these networks", above=0)
     strategy_updates: int = knob(4, "minibatches a step", low=0)
     strategy_batch: int = knob(32, "groups in a minibatch", low=1)
-    strategy_warmup: int = knob(400, "minibatches on the base policy's responses before the first step, 16 a batch of them", low=0)
+    strategy_warmup: int = knob(400, "minibatches before the first step, on the base policy's responses", low=0)
     buffer: int = knob(64, "groups in the replay buffer", low=1)
     clusters: int = knob(12, "clusters of embeddings, for count and uniqueness", low=1)
 
@@ -128,7 +129,8 @@ class Config:
 
 # The paper's Table 3: 3 epochs over 7,473 problems, 2 at a time and 4 times accumulated, are 2,802 updates on 8 problems.
 PRESETS = {"none": {}, "paper": dict(
-    model="Qwen/Qwen2.5-1.5B", data="gsm8k", prompt="plain", train_problems=0, steps=2802, problems=8, micro_batch=1, samples=8, max_new_tokens=256,
+    model="Qwen/Qwen2.5-1.5B", data="gsm8k", prompt="plain", train_problems=0, steps=2802, problems=8, micro_batch=1,
+    samples=8, max_new_tokens=256,
     learning_rate=2e-5, rank=8, dimension=128, alpha=0.3, lambda_ss=1.0, lambda_sus=0.5, gate="correct", normalise="std", kl=0.04,
     strategy_warmup=0, strategy_batch=8, eval_problems=200, eval_samples=8, eval_every=934, checkpoint_every=100)}
 
@@ -360,7 +362,8 @@ def main(argv: list[str] | None = None) -> None:
         train(run)
         after = run.evaluate()
         write_json(run.folder / "evaluation.json", after)
-        card.write(run.folder / "adapter", asdict(run.config), run.step, after, f"{run.config.eval_split} problems of {run.config.data}", False)
+        where = f"{run.config.eval_split} problems of {run.config.data}"
+        card.write(run.folder / "adapter", asdict(run.config), run.step, after, where, merged=False)
     except (ValueError, OSError, FloatingPointError) as error:
         fail(error)
     except KeyboardInterrupt:
