@@ -4,7 +4,6 @@ from collections import Counter
 
 import pytest
 import torch
-import torch.nn.functional as F
 from conftest import mutual_information, small_model
 
 import data
