@@ -92,9 +92,17 @@ def colour(name: str, names: list[str]) -> str:
     return COLOURS[known] if known in COLOURS and taken == 1 else PALETTE[names.index(name) % len(PALETTE)]
 
 
-def curves(axis, runs: list[Run], records: str, key: str, unit: float = 1, smooth: int = 1) -> bool:
-    """One line a name with its band over seeds -> is there anything to see?"""
-    groups, drawn = grouped(runs), False
+def band(axis, xs, values: list[list[float]], colour: str, **style) -> None:
+    """A line through the means of the values at each x, and the intervals of those means around it."""
+    bands = [mean_and_half(column) for column in values]
+    axis.plot(xs, [mean for mean, _ in bands], color=colour, **style)
+    axis.fill_between(xs, [mean - half for mean, half in bands], [mean + half for mean, half in bands], color=colour,
+                      alpha=0.18, linewidth=0)
+
+
+def curves(axis, runs: list[Run], records: str, key: str, unit: float = 1, smooth: int = 1) -> None:
+    """One line a name with its band over seeds."""
+    groups = grouped(runs)
     for name, members in groups.items():
         series: dict[int, list[float]] = {}
         for run in members:
@@ -103,16 +111,11 @@ def curves(axis, runs: list[Run], records: str, key: str, unit: float = 1, smoot
             for i in range(0, len(rows) - width + 1, width):
                 window = rows[i:i + width]
                 series.setdefault(window[-1][0], []).append(sum(value for _, value in window) / len(window))
-        if not series:
-            continue
-        steps, bands = sorted(series), [mean_and_half(series[step]) for step in sorted(series)]
-        line, = axis.plot(steps, [mean for mean, _ in bands], color=colour(name, list(groups)), label=NAMES.get(name, name),
-                          linestyle="--" if name == "oracle" else "-", marker="o" if len(steps) < 12 else "", markersize=3)
-        axis.fill_between(steps, [mean - half for mean, half in bands], [mean + half for mean, half in bands],
-                          color=line.get_color(), alpha=0.18, linewidth=0)
-        drawn = True
+        if series:
+            steps = sorted(series)
+            band(axis, steps, [series[step] for step in steps], colour(name, list(groups)), label=NAMES.get(name, name),
+                 linestyle="--" if name == "oracle" else "-", marker="o" if len(steps) < 12 else "", markersize=3)
     axis.set_xlabel("training step"), axis.spines[["top", "right"]].set_visible(False), axis.grid(alpha=0.25)
-    return drawn
 
 
 def panels(count: int, width: float = 4.2, height: float = 3.4):
@@ -182,11 +185,9 @@ def passes(runs: list[Run]):
     lines = {"base": [base]}
     lines |= {name: [run.evaluations[-1]["pass_curve"] for run in members] for name, members in shown.items()}
     for name, found in lines.items():
-        bands = [mean_and_half([100 * value for value in column]) for column in zip(*found)]
-        ks = range(1, len(bands) + 1)
-        style = {"color": COLOURS[name], "linestyle": "--" if name in ("oracle", "base") else "-"}
-        axis.plot(ks, [m for m, _ in bands], label=NAMES[name], **style)
-        axis.fill_between(ks, [m - h for m, h in bands], [m + h for m, h in bands], color=COLOURS[name], alpha=0.18, linewidth=0)
+        columns = [[100 * value for value in column] for column in zip(*found)]
+        band(axis, range(1, len(columns) + 1), columns, COLOURS[name], label=NAMES[name],
+             linestyle="--" if name in ("oracle", "base") else "-")
     axis.set_title("How much do more tries help?"), axis.set_xlabel("tries k"), axis.set_ylabel("pass@k (%)")
     axis.set_ylim(0, 100), axis.legend(frameon=False), axis.grid(alpha=0.25), axis.spines[["top", "right"]].set_visible(False)
     return figure

@@ -176,8 +176,7 @@ def difference_table(runs: list[plot.Run], pairs: list[tuple[str, str]], columns
     return lines
 
 
-def write_up(config: Config, jobs: list[Job]) -> str:
-    runs = plot.find_runs([str(job.folder) for job in jobs])
+def write_up(config: Config, jobs: list[Job], runs: list[plot.Run]) -> str:
     names, seeds = list(dict.fromkeys(job.name for job in jobs)), sorted({job.seed for job in jobs})
     text = [f"{jobs[0].steps} steps, seeds {', '.join(map(str, seeds))}: mean ± half of the 95 % interval over seeds", "",
             *results_table(runs, names)]
@@ -196,10 +195,11 @@ def main(argv: list[str] | None = None) -> None:
         jobs = plan(config)
         tiny.find("countdown", Path(config.cache))          # once, before the others ask for it
         run_all(jobs, workers)
-        table, file = write_up(config, jobs), folder / ("tables-quick.md" if config.quick else "tables.md")
+        runs = plot.find_runs([str(job.folder) for job in jobs])
+        table, file = write_up(config, jobs, runs), folder / ("tables-quick.md" if config.quick else "tables.md")
         write_text(file, table)
         print(f"\n{table}\nwritten to {file}")
-        for file in plot.draw(plot.find_runs([str(job.folder) for job in jobs]), folder):
+        for file in plot.draw(runs, folder):
             print(file)
     except (ValueError, OSError) as error:
         fail(error)
