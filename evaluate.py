@@ -162,29 +162,34 @@ class Measured:
 
 
 def evaluate(policy: Policy, problems: list, samples: int, temperature: float, max_new_tokens: int, seed: int = 0,
-             progress: bool = False, ruler: Ruler | None = None, batch: int = 32) -> Measured:
-    """Sample and measure. Without a ruler one is fitted to these very responses."""
+             progress: bool = False, ruler: Ruler | None = None, rewards=None, batch: int = 32) -> Measured:
+    """Sample and measure. Without a ruler one is fitted to these very responses. rewards(problems, prompts, rollout,
+    responses), if there is one, names more that is known of each response, as tensors (B, G)."""
     generator, views = (torch.Generator().manual_seed(seed) for _ in range(2))
-    responses, found = [], []
+    responses, found, known = [], [], {}
     prompts = policy.encode(problems)
     for i in tqdm(range(0, len(prompts), batch), "evaluating", disable=not progress, leave=False):
         rollout = sample.generate(policy.model, prompts[i:i + batch], samples, max_new_tokens, temperature,
                                   policy.eos_ids, generator)
-        responses += policy.decode(rollout)
+        texts = policy.decode(rollout)
+        responses += texts
+        for name, value in (rewards(problems[i:i + batch], prompts[i:i + batch], rollout, texts) if rewards else {}).items():
+            known.setdefault(name, []).extend(value.tolist())
         found.append(encoder.base_features(policy.model, prompts[i:i + batch], rollout, strategy.Settings().layer, batch,
                                            views))
     features = encoder.join(found)
     ruler = ruler or Ruler.fit(policy.model, features)
-    clusters, places = (part.tolist() for part in ruler.read(features))
+    known["cluster"], known["place"] = (part.tolist() for part in ruler.read(features))
     groups = [responses[i:i + samples] for i in range(0, len(responses), samples)]
-    metrics = measure(problems, groups, seed, clusters)
-    return Measured(metrics, [record(*parts) for parts in zip(problems, groups, clusters, places)], ruler)
+    metrics = measure(problems, groups, seed, known["cluster"])
+    return Measured(metrics, [record(problem, group, {name: value[n] for name, value in known.items()})
+                              for n, (problem, group) in enumerate(zip(problems, groups))], ruler)
 
 
-def record(problem, group: list[str], clusters: list[int], places: list[list[float]]) -> dict:
-    """A problem and its responses, as samples.jsonl has them."""
-    responses = [{"text": text, "correct": problem.judge(text), "cluster": cluster, "place": place}
-                 for text, cluster, place in zip(group, clusters, places)]
+def record(problem, group: list[str], known: dict[str, list]) -> dict:
+    """A problem and its responses, as samples.jsonl has them; known: one value a response under each name."""
+    responses = [{"text": text, "correct": problem.judge(text), **dict(zip(known, more))}
+                 for text, *more in zip(group, *known.values())]
     if hasattr(problem, "strategy_of"):
         responses = [{**response, "strategy": problem.strategy_of(response["text"])} for response in responses]
     return {"question": getattr(problem, "question", problem.prompt), "responses": responses}

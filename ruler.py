@@ -29,7 +29,7 @@ class Ruler:
     def fit(cls, model: Transformer, features: Features) -> "Ruler":
         """From features of B problems with G responses each, as encoder.base_features gives them."""
         B, G = features.response.shape[:2]
-        strategist = strategy.Strategist(model, strategy.Settings(buffer=B))
+        strategist = strategy.Strategist(model, strategy.Settings(recent=B, buffer=B))
         strategist.observe(features, torch.zeros(B, G, device=model.device))
         strategist.update(PASSES * -(-B // strategist.settings.batch), torch.Generator().manual_seed(0))
         points = embed(strategist.networks, features)

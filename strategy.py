@@ -13,10 +13,14 @@ the numbers, so only the way of solving tells them apart (`--negatives batch` is
 E(query) is drawn towards PSE of the responses to that query: it becomes the expected strategy, and SS the distance
 of a response from it.
 
+Two memories. What a policy does changes within steps, so E and M learn from the newest groups only; what it can do
+changes slowly and must be learned across many problems, so P learns from a long record of queries and outcomes. P on the
+newest groups alone hardly generalises to new problems, E on old ones chases strategies that are gone.
+
 These networks have their own optimizer and see detached features only: the policy's loss sends nothing here, and
-theirs nothing back. All of their state, the replay buffer included, is `state()` and goes into the checkpoint.
+theirs nothing back. All of their state, both memories included, is `state()` and goes into the checkpoint.
 """
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 import torch.nn as nn
@@ -119,29 +123,28 @@ def contrast(anchors: Tensor, targets: Tensor, temperature: float, negatives: st
 
 
 class Replay:
-    """The last `capacity` groups, sampled uniformly; shared by all networks."""
+    """The last `capacity` rows of whatever is put in, sampled uniformly and without repeats."""
     def __init__(self, capacity: int):
         self.capacity, self.store, self.added = capacity, {}, 0
 
-    def add(self, batch: Features, correct: Tensor) -> None:
-        new = {**vars(batch), "correct": correct}
-        for name, value in new.items():
+    def add(self, **rows: Tensor) -> None:
+        for name, value in rows.items():
             if name not in self.store:
                 self.store[name] = value.new_zeros(self.capacity, *value.shape[1:])
             slots = (self.added + torch.arange(len(value), device=value.device)) % self.capacity
             self.store[name][slots[-self.capacity:]] = value[-self.capacity:]
-        self.added += len(correct)
+        self.added += len(value)
 
-    def sample(self, count: int, generator: torch.Generator) -> tuple[Features, Tensor]:
+    def sample(self, count: int, generator: torch.Generator) -> dict[str, Tensor]:
         rows = torch.randperm(min(self.added, self.capacity), generator=generator)[:count]
-        batch = {name: value[rows.to(value.device)] for name, value in self.store.items()}
-        return Features(**{field.name: batch[field.name] for field in fields(Features)}), batch["correct"]
+        return {name: value[rows.to(value.device)] for name, value in self.store.items()}
 
 
-def loss(networks: Networks, batch: Features, correct: Tensor, temperature: float, negatives: str,
+def loss(networks: Networks, batch: Features, queries: Tensor, correct: Tensor, temperature: float, negatives: str,
          together: bool = False) -> tuple[Tensor, dict]:
     """The strategy prediction loss: contrast + expectation + success + world + distillation, and its parts.
 
+    P learns from queries (N, D) and what came of them, correct (N, G); everything else from the batch.
     together: the equations' reading embeds query and response as one, so E must tell those apart as well.
     """
     same = (batch.response[:, :, None] - batch.response[:, None]).abs().amax(-1) < 1e-4          # (B, G, G)
@@ -153,7 +156,7 @@ def loss(networks: Networks, batch: Features, correct: Tensor, temperature: floa
     mirrored, _ = contrast(second, slow_first, temperature, negatives, same)
     expected = networks.embed(batch.query, "query")[:, None]                                     # (B, 1, d)
     expectation = (1 - (expected * achieved).sum(-1)).mean()
-    logits = networks.success_logit(batch.query)[:, None].expand_as(correct)
+    logits = networks.success_logit(queries)[:, None].expand_as(correct)
     success = F.binary_cross_entropy_with_logits(logits, correct)
     world = F.mse_loss(networks.next_state(batch.query, batch.response), networks.norms["both"](batch.both))
     distillation = networks.distillation_error(batch.response).mean()
@@ -176,9 +179,10 @@ class Frequencies:
                 self.counts[label] = self.counts.get(label, 0.0) + 1.0
 
     def of(self, labels: list[str | None]) -> Tensor:
-        """The running share of each label, 1 for a label that is not there: nothing to be surprised about."""
-        total = sum(self.counts.values())
-        return torch.tensor([1.0 if label is None else self.counts[label] / total for label in labels])
+        """The running share of each label, 1 where there is none: nothing to be surprised about. A label never seen
+        counts as seen once."""
+        total = max(1.0, sum(self.counts.values()))
+        return torch.tensor([1.0 if label is None else self.counts.get(label, 1.0) / total for label in labels])
 
 
 def nearest(points: Tensor, centres: Tensor) -> Tensor:
@@ -214,7 +218,8 @@ class Settings:
     momentum: float = 0.99
     learning_rate: float = 3e-3
     batch: int = 32
-    buffer: int = 64
+    recent: int = 64
+    buffer: int = 1024
     clusters: int = 12
     seed: int = 0
 
@@ -230,7 +235,7 @@ class Strategist:
         self.networks = Networks(size, settings.dimension, settings.seed).to(model.device)
         self.learning = {name: p for name, p in self.networks.named_parameters() if p.requires_grad}
         self.optimizer = torch.optim.AdamW(self.learning.values(), lr=settings.learning_rate, fused=True)
-        self.replay, self.centres = Replay(settings.buffer), None
+        self.recent, self.outcomes, self.centres = Replay(settings.recent), Replay(settings.buffer), None
         self.strategies, self.clusters = Frequencies(), Frequencies()
         self.scale = Standardise(1).to(model.device)        # running statistics of the intrinsic reward
 
@@ -243,34 +248,38 @@ class Strategist:
     def encode(self, prompts: list[list[int]], rollout: Rollout, queries: list[str], responses: list[str],
                loss: grpo.LossSettings, generator: torch.Generator) -> tuple[Features, Tensor | None]:
         """-> features, and the reference log-probabilities if the KL penalty needs them: one pass serves both."""
-        settings = self.settings
+        with encoder.Tap(self.model, self.settings.layer) as tap:
+            reference = grpo.reference_logprobs(self.model, prompts, rollout, loss) if loss.kl else None
         if self.sentences:
-            reference = grpo.reference_logprobs(self.model, prompts, rollout, loss) if loss.kl else None
             return self.sentences.features(queries, responses, generator), reference
-        with encoder.Tap(self.model, settings.layer) as tap:
-            reference = grpo.reference_logprobs(self.model, prompts, rollout, loss) if loss.kl else None
-        return encoder.base_features(self.model, prompts, rollout, settings.layer, loss.micro_batch, generator,
+        return encoder.base_features(self.model, prompts, rollout, self.settings.layer, loss.micro_batch, generator,
                                      tap.states if loss.kl else None), reference
 
     def observe(self, batch: Features, correct: Tensor) -> None:
         self.networks.observe(batch)
-        self.replay.add(batch, correct)
+        self.recent.add(**vars(batch))
+        self.outcomes.add(query=batch.query, correct=correct)
+
+    @torch.no_grad()
+    def tally(self, batch: Features, labels: list[str | None]) -> None:
+        """Move the cluster centres along and count what this batch shows. labels: true strategies, for the oracle only."""
+        achieved = self.networks.embed(batch.response, "response", momentum=True).flatten(0, 1)
+        if self.centres is None:
+            seen = self.recent.store["response"][:min(self.recent.added, self.recent.capacity)].flatten(0, 1)
+            self.centres = spread(self.networks.embed(seen, "response", momentum=True), self.settings.clusters)
+        self.centres = k_means(achieved, self.centres, 1)
+        self.clusters.update([str(c) for c in nearest(achieved, self.centres).tolist()]), self.strategies.update(labels)
 
     @torch.no_grad()
     def signals(self, batch: Features, correct: Tensor, rollout: Rollout, labels: list[str | None]) -> reward.Signals:
-        """What the rewards of this batch may look at. correct (B, G); labels: true strategies, for the oracle only."""
+        """What the rewards of this batch may look at. correct (B, G)."""
         networks, algorithm = self.networks, self.settings.reading == "algorithm"
         expected = networks.embed(batch.query, "query")[:, None]                                 # (B, 1, d)
         achieved = networks.embed(batch.response, "response", momentum=True)                     # (B, G, d)
         z_post = achieved if algorithm else networks.embed(batch.both, "both")
         scale = batch.query.shape[-1] ** -0.5               # so that the norm of Eq. 3 does not grow with D
-        if self.centres is None:
-            seen = self.replay.store["response"][:min(self.replay.added, self.replay.capacity)].flatten(0, 1)
-            self.centres = spread(networks.embed(seen, "response", momentum=True), self.settings.clusters)
-        self.centres = k_means(achieved.flatten(0, 1), self.centres, 1)
         cluster = nearest(achieved, self.centres)                                                # (B, G)
         names = [str(c) for c in cluster.flatten().tolist()]
-        self.clusters.update(names), self.strategies.update(labels)
         return reward.Signals(
             correct=correct, logprobs=rollout.logprobs.view(*correct.shape, -1), lengths=rollout.lengths.view_as(correct),
             z_pre=expected.expand_as(achieved), z_post=z_post, success=networks.success_logit(batch.query).sigmoid()[:, None],
@@ -280,12 +289,13 @@ class Strategist:
             strategy_share=self.strategies.of(labels).view_as(correct).to(correct), reading=self.settings.reading)
 
     def update(self, count: int, generator: torch.Generator) -> dict[str, float]:
-        """`count` minibatches from the replay buffer -> the last one's losses."""
+        """`count` minibatches -> the last one's losses. P sees as many queries as E sees responses."""
         settings, metrics = self.settings, {}
         for _ in range(count):
-            batch, correct = self.replay.sample(settings.batch, generator)
-            total, metrics = loss(self.networks, batch, correct, settings.contrast_temperature, settings.negatives,
-                                  together=settings.reading == "equations")
+            batch = Features(**self.recent.sample(settings.batch, generator))
+            outcomes = self.outcomes.sample(batch.response[:, :, 0].numel(), generator)
+            total, metrics = loss(self.networks, batch, outcomes["query"], outcomes["correct"], settings.contrast_temperature,
+                                  settings.negatives, together=settings.reading == "equations")
             self.optimizer.zero_grad()
             total.backward()
             self.optimizer.step()
@@ -296,11 +306,12 @@ class Strategist:
         """-> tensors and plain values that a checkpoint must hold."""
         tensors = {f"networks.{name}": value for name, value in self.networks.state_dict().items()}
         tensors |= pack_optimizer("optimizer", self.learning, self.optimizer)
-        tensors |= {f"replay.{name}": value for name, value in self.replay.store.items()}
+        tensors |= {f"recent.{name}": value for name, value in self.recent.store.items()}
+        tensors |= {f"outcomes.{name}": value for name, value in self.outcomes.store.items()}
         tensors |= {f"scale.{name}": value for name, value in self.scale.state_dict().items()}
         if self.centres is not None:
             tensors["centres"] = self.centres
-        return tensors, {"added": self.replay.added, "strategies": self.strategies.counts, "clusters": self.clusters.counts}
+        return tensors, {"added": self.recent.added, "strategies": self.strategies.counts, "clusters": self.clusters.counts}
 
     def load_state(self, tensors: dict[str, Tensor], values: dict) -> None:
         def part(prefix):
@@ -308,6 +319,7 @@ class Strategist:
                     if name.startswith(prefix)}
         self.networks.load_state_dict(part("networks.")), self.scale.load_state_dict(part("scale."))
         unpack_optimizer("optimizer", self.learning, self.optimizer, tensors)
-        self.replay.store, self.replay.added = part("replay."), values["added"]
+        self.recent.store, self.outcomes.store = part("recent."), part("outcomes.")
+        self.recent.added = self.outcomes.added = values["added"]
         self.centres = part("centres").get("")
         self.strategies.counts, self.clusters.counts = values["strategies"], values["clusters"]

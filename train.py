@@ -78,7 +78,7 @@ class Config:
     method: str = knob("sus", "what is rewarded beside correctness: " + ", ".join(reward.METHODS),
                        choices=tuple(reward.METHODS), group="The intrinsic reward")
     alpha: float = knob(8.0, "scale of the intrinsic reward; the paper has 0.3", low=0)
-    alpha_decay: float = knob(0.0, "share of the run over which alpha falls linearly to zero; 0 keeps it constant", low=0, high=1)
+    alpha_decay: float = knob(1.0, "share of the run over which alpha falls linearly to zero; 0 keeps it constant", low=0, high=1)
     gate: str = knob("mixed", "who may earn a bonus: correct responses, correct ones in mixed groups, or all",
                      choices=("correct", "mixed", "none"))
     reading: str = knob("algorithm", "SS and SuS as in the paper's Algorithm 1 or as in its Eq. 2 and 3",
@@ -102,7 +102,8 @@ class Config:
     strategy_updates: int = knob(4, "minibatches a step", low=0)
     strategy_batch: int = knob(32, "groups in a minibatch", low=1)
     strategy_warmup: int = knob(400, "minibatches before the first step, on the base policy's responses", low=0)
-    buffer: int = knob(64, "groups in the replay buffer", low=1)
+    recent: int = knob(64, "newest groups, from which all networks but P learn", low=1)
+    buffer: int = knob(1024, "queries and outcomes, from which P learns", low=1)
     clusters: int = knob(12, "clusters of embeddings, for count and uniqueness", low=1)
 
     normalise: str = knob("none", "advantage: reward minus group mean, divided by the group's std or by nothing",
@@ -131,7 +132,7 @@ class Config:
 PRESETS = {"none": {}, "paper": dict(
     model="Qwen/Qwen2.5-1.5B", data="gsm8k", prompt="plain", train_problems=0, steps=2802, problems=8, micro_batch=1,
     samples=8, max_new_tokens=256,
-    learning_rate=2e-5, rank=8, dimension=128, alpha=0.3, lambda_ss=1.0, lambda_sus=0.5, gate="correct", normalise="std", kl=0.04,
+    learning_rate=2e-5, rank=8, dimension=128, alpha=0.3, alpha_decay=0.0, lambda_ss=1.0, lambda_sus=0.5, gate="correct", normalise="std", kl=0.04,
     strategy_warmup=0, strategy_batch=8, eval_problems=200, eval_samples=8, eval_every=934, checkpoint_every=100)}
 
 
@@ -164,7 +165,7 @@ class Run:
         if config.method != "grpo":
             self.strategist = strategy.Strategist(self.model, strategy.Settings(
                 config.reading, config.layer, config.encoder, config.dimension, config.negatives, config.contrast_temperature,
-                config.momentum, config.strategy_rate, config.strategy_batch, config.buffer, config.clusters, config.seed))
+                config.momentum, config.strategy_rate, config.strategy_batch, config.recent, config.buffer, config.clusters, config.seed))
         if config.learn_lambdas:
             self.weights = meta.LearnedWeights(config.lambda_ss, config.lambda_sus, config.lambda_rate)
         self.step, self.logs = 0, log.open_all(config)         # steps taken
@@ -197,13 +198,12 @@ class Run:
         config, file = self.config, self.folder / "evaluations.jsonl"
         known = {record["step"]: record for record in read_lines(file)}
         if self.step not in known:
-            ruler = self.folder / "ruler.safetensors"
-            measured = evaluate.evaluate(
-                self.policy, self.test, config.eval_samples, config.temperature, config.max_new_tokens, progress=True,
-                ruler=Ruler.load(ruler, self.model) if ruler.exists() else None)
-            if not ruler.exists() and not self.step:
-                measured.ruler.save(ruler)
-            elif not ruler.exists():                        # without the base model's ruler there is nothing to compare with
+            ruler = Ruler.load(place, self.model) if (place := self.folder / "ruler.safetensors").exists() else None
+            measured = evaluate.evaluate(self.policy, self.test, config.eval_samples, config.temperature, config.max_new_tokens,
+                                         progress=True, ruler=ruler, rewards=self.rewards if self.strategist and self.step else None)
+            if not self.step:
+                measured.ruler.save(place)
+            elif ruler is None:                             # without the base model's ruler there is nothing to compare with
                 measured.metrics["cluster_entropy"] = None
             known[self.step] = {"step": self.step, **measured.metrics}
             for name in ("samples", *([] if self.step else ["samples-before"])):
@@ -211,6 +211,13 @@ class Run:
             write_text(self.folder / "samples.md", evaluate.show(measured.samples))
             append_line(file, known[self.step])
         return known[self.step]
+
+    def rewards(self, problems: list, prompts: list, rollout: sample.Rollout, responses: list[str]) -> dict[str, Tensor]:
+        """What the strategy networks make of responses that they do not learn from, (B, G) each."""
+        correct = reward.correctness(problems, responses).to(self.model.device)
+        intrinsic, _, signals = intrinsic_reward(self, problems, prompts, rollout, responses, correct,
+                                                 replace(self.settings, kl=0.0), learning=False)
+        return dict(zip(("intrinsic", "ss", "sus"), (intrinsic, *reward.parts(signals))))
 
 
 def roll_out(run: Run, chosen: list[int], generator: torch.Generator):
@@ -221,23 +228,20 @@ def roll_out(run: Run, chosen: list[int], generator: torch.Generator):
     return [run.problems[i] for i in chosen], prompts, rollout, run.policy.decode(rollout)
 
 
-def intrinsic_reward(run: Run, problems: list, prompts: list, rollout: sample.Rollout, responses: list[str], correct: Tensor):
-    """-> r_int (B, G), the reference log-probabilities, the signals, metrics; the networks see the batch."""
+def intrinsic_reward(run: Run, problems: list, prompts: list, rollout: sample.Rollout, responses: list[str], correct: Tensor,
+                     settings: grpo.LossSettings, learning: bool = True) -> tuple[Tensor, Tensor | None, reward.Signals]:
+    """-> r_int (B, G), the reference log-probabilities, the signals. When learning, the networks see the batch."""
     config, networks = run.config, run.strategist
-    features, reference = networks.encode(prompts, rollout, [problem.prompt for problem in problems], responses,
-                                          run.settings, run.generator("views", run.step))
-    labels = [problems[n // config.samples].strategy_of(text) if config.method == "oracle" else None
+    features, reference = networks.encode(prompts, rollout, [problem.prompt for problem in problems], responses, settings,
+                                          run.generator("views", run.step))
+    labels = [problems[n // correct.shape[1]].strategy_of(text) if config.method == "oracle" else None
               for n, text in enumerate(responses)]
-    networks.observe(features, correct)
+    if learning:
+        networks.observe(features, correct)
+        networks.tally(features, labels)
     signals = networks.signals(features, correct, rollout, labels)
     signals.lambda_ss, signals.lambda_sus = run.weights.values() if run.weights else (config.lambda_ss, config.lambda_sus)
-    intrinsic = reward.METHODS[config.method](signals)
-    if config.scale_intrinsic:
-        intrinsic = networks.scaled(intrinsic)
-    ss, surprise = reward.parts(signals)
-    return intrinsic, reference, signals, {
-        "ss": ss.mean().item(), "sus": surprise.mean().item(), "lambda_ss": signals.lambda_ss, "lambda_sus": signals.lambda_sus,
-        "brier": (signals.success - correct).square().mean().item()}
+    return reward.METHODS[config.method](signals), reference, signals
 
 
 def warm_up(run: Run) -> None:
@@ -267,10 +271,15 @@ def train_step(run: Run) -> dict:
     # 3 intrinsic: what the strategy networks make of the responses; the reference pass serves both purposes
     alpha, rewards, more = reward.alpha_at(run.step, config.steps, config.alpha, config.alpha_decay), correct, {}
     if run.strategist:
-        intrinsic, reference, signals, more = intrinsic_reward(run, problems, prompts, rollout, responses, correct)
+        intrinsic, reference, signals = intrinsic_reward(run, problems, prompts, rollout, responses, correct, run.settings)
+        if config.scale_intrinsic:
+            intrinsic = run.strategist.scaled(intrinsic)
         gate = reward.gate(correct, config.gate)
         rewards = reward.augment(correct, intrinsic, alpha, gate)                                # (B, G)
-        more |= {"alpha": alpha, "bonus": (rewards - correct).mean().item()}
+        ss, surprise = reward.parts(signals)
+        more = {"ss": ss.mean().item(), "sus": surprise.mean().item(), "lambda_ss": signals.lambda_ss,
+                "lambda_sus": signals.lambda_sus, "brier": (signals.success - correct).square().mean().item(),
+                "alpha": alpha, "bonus": (rewards - correct).mean().item()}
     else:
         reference = grpo.reference_logprobs(model, prompts, rollout, run.settings) if config.kl else None
     clock("intrinsic")
@@ -280,7 +289,7 @@ def train_step(run: Run) -> dict:
     if run.strategist:
         more["bonus_share"] = grpo.unexplained(advantages, grpo.group_advantages(correct, config.normalise))
     if run.weights and (run.weights.pending is not None or run.step % config.lambda_every == 0):
-        run.weights.step(model, prompts, rollout, correct, [part * gate for part in reward.parts(signals)], rewards,
+        run.weights.step(model, prompts, rollout, correct, [ss * gate, surprise * gate], rewards,
                          config.normalise, run.settings)
     clock("advantage")
 

@@ -58,7 +58,7 @@ def test_the_momentum_head_follows_slowly_and_learns_nothing():
     networks.head[0].weight.data += 1
     networks.follow(0.9)
     torch.testing.assert_close(networks.target[0].weight, before + 0.1)
-    total, _ = strategy.loss(networks, random_features(), torch.zeros(6, 4), 0.5, "group")
+    total, _ = strategy.loss(networks, random_features(), torch.zeros(9, 10), torch.zeros(9, 4), 0.5, "group")
     total.backward()
     assert all(p.grad is None for p in [*networks.target.parameters(), *networks.random.parameters()])
     for name in ("head", "predictor", "action", "world", "distilled"):
@@ -81,15 +81,16 @@ def test_responses_that_say_the_same_are_no_negatives():
 def test_the_replay_buffer_is_bounded_and_uniform():
     replay = Replay(10)
     for start in range(0, 24, 4):
-        batch = random_features(4)
-        batch.query[:, 0] = torch.arange(start, start + 4.0)
-        replay.add(batch, torch.zeros(4, 4))
+        rows = torch.arange(start, start + 4.0)
+        replay.add(query=rows[:, None].expand(4, 3), correct=-rows)
     assert sorted(replay.store["query"][:, 0].tolist()) == list(range(14, 24))
-    drawn = Counter(row for seed in range(2000) for row in replay.sample(3, seeded(seed))[0].query[:, 0].tolist())
+    drawn = Counter(row for seed in range(2000) for row in replay.sample(3, seeded(seed))["query"][:, 0].tolist())
     assert len(drawn) == 10 and all(abs(count - 600) < 100 for count in drawn.values())
-    assert len(set(replay.sample(20, seeded())[0].query[:, 0].tolist())) == 10          # none twice
+    everything = replay.sample(20, seeded())
+    assert len(set(everything["query"][:, 0].tolist())) == 10                           # none twice
+    assert torch.equal(everything["query"][:, 0], -everything["correct"])               # rows stay together
     large = Replay(3)
-    large.add(random_features(8), torch.zeros(8, 4))
+    large.add(query=torch.zeros(8, 4))
     assert large.store["query"].shape[0] == 3 and large.added == 8
 
 
@@ -112,16 +113,17 @@ def test_k_means_finds_what_is_there():
 
 def test_p_becomes_calibrated_and_m_learns():
     """A world in which the first feature decides success: P's Brier score approaches the noise, M's error falls."""
-    networks, replay, losses = Networks(10, 32, 0), Replay(512), []
+    networks, losses = Networks(10, 32, 0), []
     batch = random_features(512, 4)
     batch.both = 0.5 * batch.query[:, None] + 0.5 * batch.response
     truth = (2 * batch.query[:, 0]).sigmoid()
     correct = (torch.rand(512, 4, generator=seeded(3)) < truth[:, None]).float()
     networks.observe(batch)
-    replay.add(batch, correct)
     optimizer = torch.optim.AdamW([p for p in networks.parameters() if p.requires_grad], lr=1e-3)
     for step in range(200):
-        total, metrics = strategy.loss(networks, *replay.sample(64, seeded(step)), 0.5, "group")
+        rows = torch.randperm(512, generator=seeded(step))[:64]
+        part = Features(*(value[rows] for value in vars(batch).values()))
+        total, metrics = strategy.loss(networks, part, part.query, correct[rows], 0.5, "group")
         optimizer.zero_grad()
         total.backward()
         optimizer.step()
@@ -134,7 +136,7 @@ def test_p_becomes_calibrated_and_m_learns():
 
 def make_strategist(**changes):
     model = lora.apply(small_model(), 4)
-    strategist = Strategist(model, Settings(**{"dimension": 16, "buffer": 8, "batch": 4, "clusters": 3, **changes}))
+    strategist = Strategist(model, Settings(**{"dimension": 16, "recent": 8, "buffer": 12, "batch": 4, "clusters": 3, **changes}))
     rollout = sample.generate(model, [[3, 4], [5, 6, 7]], 4, 8, 1.0, (1,), seeded())
     return model, strategist, rollout
 
@@ -143,6 +145,7 @@ def one_round(strategist, rollout, number):
     found, _ = strategist.encode([[3, 4], [5, 6, 7]], rollout, ["", ""], [""] * 8, LossSettings(), seeded(number))
     correct = torch.tensor([[1.0, 0, 0, 1], [0, 0, 0, 1]])
     strategist.observe(found, correct)
+    strategist.tally(found, ["a", None, "b", "a"] * 2)
     signals = strategist.signals(found, correct, rollout, ["a", None, "b", "a"] * 2)
     strategist.scaled(reward.sus(signals))
     strategist.update(2, seeded(number))

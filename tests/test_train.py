@@ -22,7 +22,7 @@ import train
 
 ROOT = Path(__file__).parent.parent
 QUICK = ["--problems", "6", "--samples", "4", "--eval-problems", "8", "--eval-samples", "5", "--train-problems", "40",
-         "--device", "cpu", "--strategy-warmup", "8", "--buffer", "20", "--strategy-batch", "4"]
+         "--device", "cpu", "--strategy-warmup", "8", "--alpha-decay", "0", "--recent", "20", "--buffer", "30", "--strategy-batch", "4"]
 WEIGHTS = ["--learn-lambdas", "--lambda-every", "3", "--scale-intrinsic"]
 TIMES = ("tokens_per_second", "seconds_")
 
@@ -375,5 +375,9 @@ def test_training_on_questions_of_ones_own(cache, tmp_path):
     evaluation = json.loads((folder / "evaluation.json").read_text())
     assert evaluation["strategy_entropy"] is None and evaluation["cluster_entropy"] is not None
     records = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
-    assert len(records) == len(data.load(str(file), "test", 8)) and records[0]["question"].endswith("=") and set(records[0]["responses"][0]) == {"text", "correct", "cluster", "place"}
+    assert len(records) == len(data.load(str(file), "test", 8)) and records[0]["question"].endswith("=") and set(records[0]["responses"][0]) == {"text", "correct", "cluster", "place", "intrinsic", "ss", "sus"}
+    for response in records[0]["responses"]:                # what training would have paid: lambda_SS 1, lambda_SuS 0.5
+        assert response["intrinsic"] == pytest.approx(response["ss"] + 0.5 * response["sus"], abs=1e-5)
+    before = json.loads((folder / "samples-before.jsonl").read_text().splitlines()[0])
+    assert "intrinsic" not in before["responses"][0]        # there, the networks had seen nothing yet
     assert (folder / "samples.md").read_text().startswith("# Samples")
