@@ -32,7 +32,7 @@ def resolve(config, given: set[str]):
             raise ValueError("--resume needs --run FOLDER, the run to continue")
         saved = from_saved(type(config), read_json(folder / "config.json"), f"{config.run}/config.json")
         fixed = given - CHANGEABLE
-        if saved.schedule == "linear" or (saved.alpha_decay and saved.method != "grpo"):             # these depend on the number of steps
+        if saved.schedule == "linear" or (saved.alpha_decay and saved.method != "grpo"):  # these depend on steps
             fixed |= given & {"steps"}
         wrong = [f"--{name.replace('_', '-')} {getattr(config, name)} (the run has {getattr(saved, name)})"
                  for name in sorted(fixed) if getattr(config, name) != getattr(saved, name)]

@@ -76,6 +76,10 @@ class Policy:
     eos_ids: tuple[int, ...]
     prompt: Prompt = Prompt()
 
+    @property
+    def is_chat(self) -> bool:
+        return self.prompt.style == "chat" or (self.prompt.style == "auto" and bool(self.tokenizer.chat_template))
+
     def chat(self, problem) -> list[dict[str, str]]:
         instruction = self.prompt.instruction or getattr(problem, "instruction", "")
         content = "\n".join(filter(None, (getattr(problem, "question", problem.prompt), instruction)))
@@ -92,7 +96,7 @@ class Policy:
 
     def encode(self, problems: list) -> list[list[int]]:
         """Token ids of what the model reads."""
-        if self.prompt.style == "chat" or (self.prompt.style == "auto" and self.tokenizer.chat_template):
+        if self.is_chat:
             try:
                 return self.tokenizer.apply_chat_template([self.chat(problem) for problem in problems],
                                                           add_generation_prompt=True, return_dict=False)
@@ -126,9 +130,10 @@ def open_policy(name: str, task: str, cache: str, device: str, dtype: str, promp
         raise ValueError(f"{folder}: its tokenizer cannot be read ({type(error).__name__}: {error})") from None
     if prompt.style == "chat" and not tokenizer.chat_template:
         raise ValueError(f"--prompt chat: {folder} has no chat template; use --prompt plain or auto")
-    if prompt.system and (prompt.style == "plain" or not tokenizer.chat_template):
+    policy = Policy(model, tokenizer, find_eos_ids(folder, tokenizer, model.config.vocab_size), prompt)
+    if prompt.system and not policy.is_chat:
         raise ValueError("--system is a chat's: leave it out, or use --prompt chat and a model with a chat template")
-    return Policy(model, tokenizer, find_eos_ids(folder, tokenizer, model.config.vocab_size), prompt)
+    return policy
 
 
 def find_eos_ids(folder: Path, tokenizer, vocab_size: int) -> tuple[int, ...]:

@@ -114,6 +114,8 @@ def find_model_folder(path: str | Path) -> Path:
     folder = Path(path)
     if folder.is_dir():
         return folder
+    if folder.suffix == ".gguf":
+        raise ValueError(f"{path} is a GGUF file: python tools/convert_gguf.py {path} FOLDER makes a model folder of it")
     if folder.exists() or str(path).count("/") != 1 or str(path).startswith((".", "/", "~")):
         raise ValueError(f"{path} is not a model: expected a folder with config.json and safetensors files, or a hub id")
     from huggingface_hub import snapshot_download           # slow to import, and needed for hub ids only

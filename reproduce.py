@@ -2,8 +2,8 @@
 
     python reproduce.py                 main results and ablation, five seeds
     python reproduce.py --quick         the same story in about a quarter of an hour, with wider intervals
-    python reproduce.py --part sweep    sensitivity to alpha and the two lambdas
-    python reproduce.py --part tune     how the settings were chosen: validation problems, other seeds
+    python reproduce.py --part sweep    sensitivity of SuS to alpha and the two lambdas: validation problems, other seeds
+    python reproduce.py --part tune     as many settings of plain GRPO, on the same problems and seeds: the best baseline
     python reproduce.py --part others   literal Algorithm 1, the other reading, gates, learned lambdas: what else was tried
 
 Each run is one process of train.py with one thread, as many side by side as there are cores. Whatever is finished is
@@ -33,19 +33,18 @@ from flags import fail, knob, parse
 MAIN = {"sus": "", "grpo": "--method grpo", "ss": "--method ss", "surprise": "--method surprise",
         "perplexity": "--method perplexity", "oracle": "--method oracle --alpha 4"}
 QUICK = {name: MAIN[name] for name in ("sus", "grpo", "ss", "surprise")}
-SWEEP = {"sus": "", "alpha=2": "--alpha 2", "alpha=4": "--alpha 4", "alpha=16": "--alpha 16", "lambda_ss=0.5": "--lambda-ss 0.5",
-         "lambda_ss=2": "--lambda-ss 2", "lambda_sus=0": "--lambda-sus 0", "lambda_sus=1": "--lambda-sus 1"}
-# Both methods get the same number of settings around the same starting point; train.py's defaults are what came out best.
-TUNE = {f"{method}{name}": f"--method {method} --learning-rate 0.001 {flags}"      # of a flag given twice the last one counts
-        for method, settings in {
-            "grpo": {"": "", "-kl-0.01": "--kl 0.01", "-kl-0.03": "--kl 0.03", "-rate-0.0005": "--learning-rate 0.0005",
-                     "-rate-0.002": "--learning-rate 0.002", "-std": "--normalise std"},
-            "sus": {"": "", "-alpha-4": "--alpha 4", "-alpha-16": "--alpha 16", "-lambda_sus-1": "--lambda-sus 1",
-                    "-rate-0.002": "--learning-rate 0.002", "-std": "--normalise std"}}.items() for name, flags in settings.items()}
+# Both methods may choose among eight settings on validation problems; train.py's defaults are what came out best.
+SWEEP = {"sus": "", "alpha=4": "--alpha 4", "alpha=16": "--alpha 16", "lambda_ss=0.5": "--lambda-ss 0.5",
+         "lambda_ss=2": "--lambda-ss 2", "lambda_sus=0": "--lambda-sus 0", "lambda_sus=0.5": "--lambda-sus 0.5",
+         "constant": "--alpha-decay 0"}
+TUNE = {name: f"--method grpo --learning-rate 0.001 {flags}"           # of a flag given twice the last one counts
+        for name, flags in {"grpo": "", "grpo-kl-0.003": "--kl 0.003", "grpo-kl-0.01": "--kl 0.01", "grpo-kl-0.03": "--kl 0.03",
+                            "grpo-kl-0.1": "--kl 0.1", "grpo-rate-0.0005": "--learning-rate 0.0005",
+                            "grpo-rate-0.002": "--learning-rate 0.002", "grpo-std": "--normalise std"}.items()}
 OTHERS = {"literal": "--alpha 0.3 --gate correct --normalise std --strategy-warmup 0 --strategy-updates 1",
           "equations": "--reading equations --gate none", "gate-correct": "--gate correct", "gate-none": "--gate none",
           "no-warm-up": "--strategy-warmup 0", "batch-negatives": "--negatives batch", "learned-lambdas": "--learn-lambdas",
-          "annealed": "--alpha-decay 0.8", "layer-2": "--layer 2", "novelty": "--method novelty"}
+          "layer-2": "--layer 2", "novelty": "--method novelty"}
 PAIRS = [("sus", "grpo"), ("sus", "perplexity"), ("ss", "sus"), ("surprise", "sus"), ("grpo", "sus"), ("oracle", "grpo")]
 PARTS = {"main": MAIN, "sweep": SWEEP, "tune": TUNE, "others": OTHERS}
 
@@ -55,7 +54,7 @@ class Config:
     part: str = knob("main", "which table", choices=tuple(PARTS), group="What to run")
     quick: bool = knob(False, "both parts, either part, none, with three seeds")
     seeds: int = knob(5, "how many seeds for the main table; the other parts take 3", low=1)
-    steps: int = knob(300, "policy updates a run", low=1)
+    steps: int = knob(400, "policy updates a run", low=1)
     folder: str = knob("runs/reproduce", "where the runs, tables and figures go", group="Where and how")
     cache: str = knob("cache", "folder of the tiny base model")
     workers: int = knob(0, "processes side by side; 0 takes one a core, or one when there is a GPU", low=0)
@@ -92,14 +91,14 @@ class Job:
 
 
 def plan(config: Config) -> list[Job]:
-    """Every run of a part. Tuning uses seeds 0 to 2 and validation problems, reporting other seeds and test problems."""
+    """Every run of a part. Choosing takes seeds 0 to 2 and validation problems, reporting other seeds and test problems."""
     if config.quick and config.part != "main":
         raise ValueError(f"--quick is a form of the main part: leave it out, or leave out --part {config.part}")
-    tuning, settings = config.part == "tune", QUICK if config.quick else PARTS[config.part]
+    choosing, settings = config.part in ("tune", "sweep"), QUICK if config.quick else PARTS[config.part]
     count = config.seeds if config.part == "main" and not config.quick else min(3, config.seeds)
-    seeds = range(count) if tuning else range(10, 10 + count)
+    seeds = range(count) if choosing else range(10, 10 + count)
     shared = ["--steps", str(config.steps), "--eval-every", str(max(1, config.steps // 4)), "--cache", config.cache,
-              "--eval-split", "validation" if tuning else "test"]
+              "--eval-split", "validation" if choosing else "test"]
     folder = Path(config.folder) / config.part              # the quick form is a part of the main one
     return [Job(name, seed, [*flags.split(), *shared, "--seed", str(seed)], folder / f"{name}-{seed}", config.steps)
             for seed in seeds for name, flags in settings.items()]

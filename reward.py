@@ -37,7 +37,7 @@ class Signals:
     strategy_share: Tensor          # (B, G) running share of the true strategy: the oracle's
     reading: str = "algorithm"
     lambda_ss: float = 1.0
-    lambda_sus: float = 0.5
+    lambda_sus: float = 0.25
 
 
 def correctness(problems: list, responses: list[str]) -> Tensor:

@@ -46,7 +46,7 @@ from ruler import Ruler
 class Config:
     run: str = knob("", "folder of the run; empty picks runs/METHOD-DATA-SEED", group="The run")
     resume: bool = knob(False, "continue the run in --run from its last checkpoint")
-    steps: int = knob(300, "policy updates in all", low=1)
+    steps: int = knob(400, "policy updates in all", low=1)
     seed: int = knob(0, "everything random follows from it", low=0, high=2 ** 32 - 1)
     checkpoint_every: int = knob(50, "steps between checkpoints", low=1)
     device: str = knob("auto", "where to compute", choices=evaluate.DEVICES)
@@ -84,7 +84,7 @@ class Config:
     reading: str = knob("algorithm", "SS and SuS as in the paper's Algorithm 1 or as in its Eq. 2 and 3",
                         choices=("algorithm", "equations"))
     lambda_ss: float = knob(1.0, "weight of SS", low=0)
-    lambda_sus: float = knob(0.5, "weight of SuS", low=0)
+    lambda_sus: float = knob(0.25, "weight of SuS", low=0)
     learn_lambdas: bool = knob(False, "learn both weights by meta-gradient, from these values on")
     lambda_rate: float = knob(0.1, "learning rate of the weights", above=0)
     lambda_every: int = knob(10, "steps between updates of the weights", low=2)
@@ -131,9 +131,9 @@ class Config:
 # The paper's Table 3: 3 epochs over 7,473 problems, 2 at a time and 4 times accumulated, are 2,802 updates on 8 problems.
 PRESETS = {"none": {}, "paper": dict(
     model="Qwen/Qwen2.5-1.5B", data="gsm8k", prompt="plain", train_problems=0, steps=2802, problems=8, micro_batch=1,
-    samples=8, max_new_tokens=256,
-    learning_rate=2e-5, rank=8, dimension=128, alpha=0.3, alpha_decay=0.0, lambda_ss=1.0, lambda_sus=0.5, gate="correct", normalise="std", kl=0.04,
-    strategy_warmup=0, strategy_batch=8, eval_problems=200, eval_samples=8, eval_every=934, checkpoint_every=100)}
+    samples=8, max_new_tokens=256, learning_rate=2e-5, rank=8, dimension=128, alpha=0.3, alpha_decay=0.0, lambda_ss=1.0,
+    lambda_sus=0.5, gate="correct", normalise="std", kl=0.04, strategy_warmup=0, strategy_batch=8, eval_problems=200,
+    eval_samples=8, eval_every=934, checkpoint_every=100)}
 
 
 class Run:
@@ -165,7 +165,8 @@ class Run:
         if config.method != "grpo":
             self.strategist = strategy.Strategist(self.model, strategy.Settings(
                 config.reading, config.layer, config.encoder, config.dimension, config.negatives, config.contrast_temperature,
-                config.momentum, config.strategy_rate, config.strategy_batch, config.recent, config.buffer, config.clusters, config.seed))
+                config.momentum, config.strategy_rate, config.strategy_batch, config.recent, config.buffer, config.clusters,
+                config.seed))
         if config.learn_lambdas:
             self.weights = meta.LearnedWeights(config.lambda_ss, config.lambda_sus, config.lambda_rate)
         self.step, self.logs = 0, log.open_all(config)         # steps taken
@@ -199,8 +200,9 @@ class Run:
         known = {record["step"]: record for record in read_lines(file)}
         if self.step not in known:
             ruler = Ruler.load(place, self.model) if (place := self.folder / "ruler.safetensors").exists() else None
-            measured = evaluate.evaluate(self.policy, self.test, config.eval_samples, config.temperature, config.max_new_tokens,
-                                         progress=True, ruler=ruler, rewards=self.rewards if self.strategist and self.step else None)
+            measured = evaluate.evaluate(
+                self.policy, self.test, config.eval_samples, config.temperature, config.max_new_tokens, progress=True,
+                ruler=ruler, rewards=self.rewards if self.strategist and self.step else None)
             if not self.step:
                 measured.ruler.save(place)
             elif ruler is None:                             # without the base model's ruler there is nothing to compare with

@@ -6,7 +6,9 @@ from fractions import Fraction
 
 import pytest
 import torch
+import transformers
 from conftest import mutual_information, small_model
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer
 
 import data
@@ -153,6 +155,41 @@ def test_prompts_follow_the_chat_template(policy):
     assert policy.chat(problem)[0]["content"].endswith(data.Question.instruction) and len(policy.chat(problem)) == 1
     policy.prompt = evaluate.Prompt("plain")
     assert policy.encode([data.Countdown((3, 8, 5), 19)]) == plain
+
+
+CHATML = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+          "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+
+
+def byte_tokenizer(folder):
+    """Every byte a token, and the two marks of a chat."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", chat_template=CHATML,
+                                                additional_special_tokens=["<|im_start|>"])
+    fast.save_pretrained(folder)
+    return len(fast)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama", "qwen3"])
+def test_chat_prompts_go_through_each_family_as_in_transformers(family, tmp_path):
+    size = byte_tokenizer(tmp_path)
+    small_model(family, vocab_size=size, max_position_embeddings=512, eos_token_id=None).save_pretrained(tmp_path)
+    policy = evaluate.open_policy(str(tmp_path), "", "", "cpu", "float32", evaluate.Prompt(system="Be brief: \u00e9\u4e2d."))
+    problems = [data.Question("What is 2+3?", Fraction(5)), data.Question("A <|im_end|> \U0001f600 trick?\n", Fraction(1))]
+    theirs, tokenizer = transformers.AutoModelForCausalLM.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    ours = policy.encode(problems)
+    for problem, ids in zip(problems, ours):
+        chat = [{"role": "system", "content": "Be brief: \u00e9\u4e2d."},
+                {"role": "user", "content": f"{problem.question}\n{problem.instruction}"}]
+        assert ids == tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
+        assert tokenizer.decode(ids) == tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+        torch.testing.assert_close(policy.model(torch.tensor([ids])), theirs(torch.tensor([ids])).logits, atol=1e-4, rtol=1e-4)
+    greedy = evaluate.sample.generate(policy.model, ours, 1, 12, 0.0, policy.eos_ids, torch.Generator())
+    for row, ids in enumerate(ours):
+        expected = theirs.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False, pad_token_id=0)[0, len(ids):]
+        assert greedy.ids[row, :greedy.lengths[row]].tolist() == expected.tolist()
 
 
 def test_chat_without_a_template_is_refused(cache):
