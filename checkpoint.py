@@ -1,13 +1,14 @@
 """A run's folder: who may use it, and the checkpoint in it, one safetensors file with all that the run has learned.
 
     adapter.*, optimizer.*      the policy and its AdamW state
-    strategy.*                  the strategy networks, their optimizer, the replay buffer, centres and statistics
+    strategy.*                  the strategy networks, their optimizer, both memories, centres and statistics
     weights.*                   learned lambdas and a remembered gradient
-    the header                  the step, and plain values as JSON
+    the header                  the step, the number of processes, and plain values as JSON
 
 Random numbers need no place here: they are drawn from (seed, step). The last two checkpoints are kept.
 """
 import json
+import os
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,9 +16,15 @@ from pathlib import Path
 import torch
 
 import lora
-from files import (pack_optimizer, read_json, read_lines, read_metadata, read_tensors, unpack_optimizer, write_lines,
+import parallel
+from files import (pack_optimizer, read_json, read_lines, read_metadata, read_tensors, unpack_optimizer, write_json, write_lines,
                    write_tensors)
 from flags import from_saved
+
+try:
+    import fcntl
+except ImportError:                                         # Windows: runs are not locked
+    fcntl = None
 
 # What a resumed run may change: nothing that alters a step already taken.
 CHANGEABLE = {"run", "resume", "steps", "checkpoint_every", "device", "eval_every", "cache", "rebuild", "micro_batch",
@@ -52,16 +59,31 @@ def claim(config):
     while True:
         folder = Path(config.run or (name if number == 1 else f"{name}-{number}"))
         folder.mkdir(parents=True, exist_ok=True)
-        config_now = replace(config, run=str(folder), rebuild=False)
+        draft = folder / f"config.{os.getpid()}.tmp"
         try:
-            with open(folder / "config.json", "x", encoding="utf-8") as file:
-                file.write(json.dumps(asdict(config_now), indent=2) + "\n")
+            write_json(draft, asdict(replace(config, run=str(folder), rebuild=False)))
+            os.link(draft, folder / "config.json")          # fails if it is there, and is never half there
             return replace(config, run=str(folder))
         except FileExistsError:
             if config.run:
                 raise ValueError(f"{config.run} already holds a run: add --resume to continue it, or choose another "
                                  "--run") from None
             number += 1
+        finally:
+            draft.unlink(missing_ok=True)
+
+
+def lock(folder: Path):
+    """Keep other processes away from this run as long as the returned file is open; the system lets go of it on any exit."""
+    if fcntl is None:
+        return None
+    handle = open(folder / "lock", "w")
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        handle.close()
+        raise ValueError(f"{folder} is being written by another process: wait for it to end, or choose another --run") from None
+    return handle
 
 
 def find(folder: Path) -> list[Path]:
@@ -70,7 +92,9 @@ def find(folder: Path) -> list[Path]:
 
 
 def save(run) -> None:
-    """Write the checkpoint, and the adapter for everyone else to read."""
+    """Write the checkpoint, and the adapter for everyone else to read. All ranks have the same; rank 0 writes."""
+    if parallel.rank():
+        return
     tensors, values = {f"adapter.{name}": adapter for name, adapter in run.adapters.items()}, {}
     tensors |= pack_optimizer("optimizer", run.adapters, run.optimizer)
     if run.strategist:
@@ -80,7 +104,7 @@ def save(run) -> None:
         tensors["weights.raw"] = run.weights.raw
         tensors |= {} if run.weights.pending is None else {"weights.pending": run.weights.pending}
     write_tensors(run.folder / "checkpoint" / f"step-{run.step:06d}.safetensors", tensors,
-                  {"step": str(run.step), "values": json.dumps(values)})
+                  {"step": str(run.step), "values": json.dumps(values), "processes": str(parallel.world())})
     lora.save(run.model, run.folder / "adapter", base=run.config.model)
     for old in find(run.folder)[:-2]:
         old.unlink()
@@ -94,12 +118,19 @@ def load(run) -> None:
             header = read_metadata(file)
             restore(run, read_tensors(file), json.loads(header["values"]))
             run.step = int(header["step"])
+            if (before := int(header.get("processes", 1))) != parallel.world() and not parallel.rank():
+                print(f"note: {file} was written by {before} processes and goes on with {parallel.world()}: from here on the "
+                      "responses are other random ones", file=sys.stderr)
             break
         except (KeyError, ValueError, RuntimeError, TypeError, AttributeError) as error:
             print(f"warning: {file} cannot be used ({error}), trying the one before it", file=sys.stderr)
     else:
         if files:
             raise ValueError(f"no checkpoint of {run.folder} can be used: remove its checkpoint folder to start over")
+    if parallel.rank():
+        return
+    for leftover in run.folder.rglob("*.tmp"):              # of a process that was killed while it wrote
+        leftover.unlink()
     for name in ("metrics.jsonl", "evaluations.jsonl"):
         write_lines(run.folder / name, [record for record in read_lines(run.folder / name) if record["step"] <= run.step])
 

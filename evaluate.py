@@ -22,7 +22,9 @@ from transformers import AutoTokenizer
 import card
 import data
 import encoder
+import knobs
 import lora
+import parallel
 import sample
 import strategy
 import tiny
@@ -32,8 +34,6 @@ from model import Transformer
 from ruler import Ruler
 
 KS = (1, 5, 16)
-DEVICES, DTYPES = ("auto", "cpu", "cuda", "mps"), ("auto", "float32", "bfloat16")
-PROMPTS = ("auto", "plain", "chat")
 OF_A_RUN = {"data", "split", "problems", "samples", "temperature", "max_new_tokens", "prompt", "system", "instruction",
             "dtype", "cache"}                               # what a run brings with it
 
@@ -48,15 +48,15 @@ class Config:
     samples: int = knob(16, "responses to each; a run brings its own", low=1)
     temperature: float = knob(1.0, "sampling temperature, 0 is greedy; a run brings its own", low=0)
     max_new_tokens: int = knob(32, "longest response; a run brings its own", low=1)
-    prompt: str = knob("auto", "chat uses the tokenizer's template, plain does not; a run brings its own", choices=PROMPTS)
+    prompt: str = knob("auto", "chat uses the tokenizer's template, plain does not; a run brings its own", choices=knobs.PROMPTS)
     system: str = knob("", "system text of the chat; a run brings its own")
     instruction: str = knob("", "how to answer, instead of the task's own words; a run brings its own")
     seed: int = knob(0, "seed of the sampling", low=0, high=2 ** 32 - 1)
     output: str = knob("", "also write the results to this JSON file", group="Where")
     export: str = knob("", "also write a run's merged model into this folder, for transformers to load")
-    device: str = knob("auto", "where to compute", choices=DEVICES)
+    device: str = knob("auto", "where to compute", choices=knobs.DEVICES)
     dtype: str = knob("auto", "of the base weights; auto is bfloat16 on cuda, else float32; a run brings its own",
-                      choices=DTYPES)
+                      choices=knobs.DTYPES)
     cache: str = knob("cache", "folder of the tiny base model; a run brings its own")
 
 
@@ -170,19 +170,24 @@ def evaluate(policy: Policy, problems: list, samples: int, temperature: float, m
              progress: bool = False, ruler: Ruler | None = None, rewards=None, batch: int = 32) -> Measured:
     """Sample and measure. Without a ruler one is fitted to these very responses. rewards(problems, prompts, rollout,
     responses), if there is one, names more that is known of each response, as tensors (B, G)."""
-    generator, views = (torch.Generator().manual_seed(seed) for _ in range(2))
     responses, found, known = [], [], {}
     prompts = policy.encode(problems)
-    for i in tqdm(range(0, len(prompts), batch), "evaluating", disable=not progress, leave=False):
+    starts = range(0, len(prompts), batch)
+    mine = parallel.share(starts) or starts[:1]             # a rank too many looks at the first batch and is not asked
+    for i in tqdm(mine, "evaluating", disable=not progress or parallel.rank(), leave=False):
         rollout = sample.generate(policy.model, prompts[i:i + batch], samples, max_new_tokens, temperature,
-                                  policy.eos_ids, generator)
+                                  policy.eos_ids, sample.seeded(seed, "evaluation", i))
         texts = policy.decode(rollout)
         responses += texts
         for name, value in (rewards(problems[i:i + batch], prompts[i:i + batch], rollout, texts) if rewards else {}).items():
             known.setdefault(name, []).extend(value.tolist())
         found.append(encoder.base_features(policy.model, prompts[i:i + batch], rollout, strategy.Settings().layer, batch,
-                                           views))
-    features = encoder.join(found)
+                                           sample.seeded(seed, "views", i)))
+    if not parallel.share(starts):
+        responses, found, known = [], [encoder.Features(*(part[:0] for part in vars(found[0]).values()))], dict.fromkeys(known, [])
+    responses = sum(parallel.gather_values(responses), [])
+    known = {name: sum(parallel.gather_values(values), []) for name, values in known.items()}
+    features = encoder.Features(*map(parallel.gather, vars(encoder.join(found)).values()))
     ruler = ruler or Ruler.fit(policy.model, features)
     known["cluster"], known["place"] = (part.tolist() for part in ruler.read(features))
     groups = [responses[i:i + samples] for i in range(0, len(responses), samples)]
@@ -296,8 +301,7 @@ def measure_path(config: Config, given: set[str]) -> Measured:
     if config.export and not is_run:
         raise ValueError(f"--export writes a trained run: {config.path} is none")
     if is_run:
-        from train import Config as RunConfig               # here, since train.py imports this file
-        saved = from_saved(RunConfig, read_json(path / "config.json"), str(path / "config.json"))
+        saved = from_saved(knobs.Config, read_json(path / "config.json"), str(path / "config.json"))
         settings = {**asdict(saved), "split": saved.eval_split, "problems": saved.eval_problems,
                     "samples": saved.eval_samples}
         config = replace(config, **{name: settings[name] for name in OF_A_RUN - given})

@@ -36,7 +36,10 @@ def write_json(file: Path, value: dict) -> None:
 
 def write_tensors(file: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    write_atomically(file, lambda temporary: save_file(tensors, temporary, {"format": "pt", **(metadata or {})}))
+    try:
+        write_atomically(file, lambda temporary: save_file(tensors, temporary, {"format": "pt", **(metadata or {})}))
+    except SafetensorError as error:                        # a full disk, most likely
+        raise OSError(f"{file} cannot be written: {error}") from None
 
 
 def read_json(file: Path) -> dict:

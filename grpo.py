@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import lora
+import parallel
 from model import SharedPrefix, Transformer
 from sample import Rollout, pad_left
 
@@ -49,18 +50,19 @@ def unexplained(advantages: Tensor, extrinsic: Tensor) -> float:
     return 1.0 - ((a @ b).square() / (a @ a * (b @ b)).clamp(min=1e-12)).item()
 
 
-def token_weights(lengths: Tensor, max_new_tokens: int, normalise: str) -> Tensor:
+def token_weights(lengths: Tensor, max_new_tokens: int, normalise: str, whole: Tensor | None = None) -> Tensor:
     """lengths (N,) -> the weight w (N,) of each response's tokens in the batch's loss.
 
     token: every token counts the same; sequence: every response does; constant: a fixed length divides all.
+    whole: the lengths of all responses, when these are but one rank's share of the batch.
     """
-    N = len(lengths)
+    whole = lengths if whole is None else whole
     if normalise == "token":
-        return torch.full((N,), 1.0 / max(int(lengths.sum()), 1), device=lengths.device)
+        return torch.full(lengths.shape, 1.0 / max(int(whole.sum()), 1), device=lengths.device)
     if normalise == "sequence":
-        return 1.0 / (N * lengths.clamp(min=1).float())
+        return 1.0 / (len(whole) * lengths.clamp(min=1).float())
     if normalise == "constant":
-        return torch.full((N,), 1.0 / (N * max_new_tokens), device=lengths.device)
+        return torch.full(lengths.shape, 1.0 / (len(whole) * max_new_tokens), device=lengths.device)
     raise ValueError(f"loss normalisation is {normalise!r}, expected token, sequence or constant")
 
 
@@ -143,13 +145,15 @@ def reference_logprobs(model: Transformer, prompts: list[list[int]], rollout: Ro
 
 def accumulate_gradient(model: Transformer, prompts: list[list[int]], rollout: Rollout, advantages: Tensor,
                         settings: LossSettings, reference: Tensor | None = None, old: Tensor | None = None) -> dict[str, float]:
-    """Add the batch's policy gradient to the adapters' -> metrics. advantages (B, G); reference, old (N, T).
+    """Give the adapters the batch's policy gradient, all ranks' shares together -> metrics. advantages (B, G); reference,
+    old (N, T). The adapters must come without gradients.
 
     old=None: the policy has not moved since it sampled, so the ratio is exactly 1 and only carries the gradient.
     """
     samples, size, mask = advantages.shape[1], settings.micro_batch, rollout.mask()
-    weights = token_weights(rollout.lengths, settings.max_new_tokens, settings.normalise)[:, None] * mask   # (N, T)
-    share = mask / mask.sum().clamp(min=1)                  # for means over the batch's tokens
+    whole = parallel.gather(rollout.lengths)
+    weights = token_weights(rollout.lengths, settings.max_new_tokens, settings.normalise, whole)[:, None] * mask   # (N, T)
+    share = mask / whole.sum().clamp(min=1)                 # for means over the batch's tokens
     groups = list(range(len(prompts)))
     if not settings.kl:                                     # without KL nothing flows from a group of zero advantage
         groups = advantages.ne(0).any(1).nonzero()[:, 0].tolist()
@@ -168,4 +172,5 @@ def accumulate_gradient(model: Transformer, prompts: list[list[int]], rollout: R
         metrics["loss"] += loss.item()
         metrics["kl"] += (kl.detach() * share[rows, :T]).sum().item()
         metrics["clip_share"] += (clipped * share[rows, :T]).sum().item()
-    return metrics
+    parallel.sum_gradients(lora.parameters(model).values())
+    return parallel.total(metrics)

@@ -24,14 +24,15 @@ import torch
 from tqdm import tqdm
 
 import checkpoint
+import knobs
 import plot
 import tiny
-import train
 from files import read_json, write_text
 from flags import fail, knob, parse
 
+IDLE = "--strategy-updates 0 --strategy-warmup 0"           # these rewards do not ask the strategy networks
 MAIN = {"sus": "", "grpo": "--method grpo", "ss": "--method ss", "surprise": "--method surprise",
-        "perplexity": "--method perplexity", "oracle": "--method oracle --alpha 4"}
+        "perplexity": f"--method perplexity {IDLE}", "oracle": f"--method oracle --alpha 4 {IDLE}"}
 QUICK = {name: MAIN[name] for name in ("sus", "grpo", "ss", "surprise")}
 # Both methods may choose among eight settings on validation problems; train.py's defaults are what came out best.
 SWEEP = {"sus": "", "alpha=4": "--alpha 4", "alpha=16": "--alpha 16", "lambda_ss=0.5": "--lambda-ss 0.5",
@@ -76,7 +77,7 @@ class Job:
         """Also makes sure that what is there was made with this job's settings."""
         if not (self.folder / "config.json").exists():
             return False
-        wanted, saved = asdict(parse(train.Config, "", self.flags)[0]), read_json(self.folder / "config.json")
+        wanted, saved = asdict(parse(knobs.Config, "", self.flags)[0]), read_json(self.folder / "config.json")
         odd = [name for name in sorted(wanted.keys() - checkpoint.CHANGEABLE)
                if saved.get(name) != (list(wanted[name]) if isinstance(wanted[name], tuple) else wanted[name])]
         if odd:

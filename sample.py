@@ -8,6 +8,7 @@ the one that `grpo.score` recomputes: up to rounding, which on a bf16 base inclu
 Random numbers: one uniform number a row and step, always drawn for all rows, so a response depends on the
 seed and on its own row, not on when its neighbours finish. Called by train.py and evaluate.py.
 """
+import hashlib
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +30,12 @@ class Rollout:
     def mask(self) -> Tensor:
         """(N, T), True on response tokens; from the lengths, since any id may occur inside a response."""
         return torch.arange(self.ids.shape[1], device=self.ids.device) < self.lengths[:, None]
+
+
+def seeded(*key) -> torch.Generator:
+    """Random numbers that follow from the key alone, such as (seed, use, step), and are unlike those of any other key."""
+    digest = hashlib.sha256(" ".join(map(str, key)).encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
 
 def pad_left(prompts: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor | None]:

@@ -29,6 +29,7 @@ from torch import Tensor
 
 import encoder
 import grpo
+import parallel
 import reward
 from encoder import Features
 from files import pack_optimizer, unpack_optimizer
@@ -241,7 +242,7 @@ class Strategist:
 
     def scaled(self, intrinsic: Tensor) -> Tensor:
         """Divided by its running deviation, as RND does; a reward that hardly varies stays as it is."""
-        self.scale.update(intrinsic[..., None])
+        self.scale.update(parallel.gather(intrinsic)[..., None])
         deviation = self.scale.variance.sqrt()
         return intrinsic / torch.where(deviation > 1e-3, deviation, 1.0)
 
@@ -255,10 +256,13 @@ class Strategist:
         return encoder.base_features(self.model, prompts, rollout, self.settings.layer, loss.micro_batch, generator,
                                      tap.states if loss.kl else None), reference
 
-    def observe(self, batch: Features, correct: Tensor) -> None:
+    def observe(self, batch: Features, correct: Tensor) -> Features:
+        """Take in a batch and what came of it -> the batch, with every rank's share."""
+        batch, correct = Features(*map(parallel.gather, vars(batch).values())), parallel.gather(correct)
         self.networks.observe(batch)
         self.recent.add(**vars(batch))
         self.outcomes.add(query=batch.query, correct=correct)
+        return batch
 
     @torch.no_grad()
     def tally(self, batch: Features, labels: list[str | None]) -> None:
@@ -296,6 +300,8 @@ class Strategist:
             outcomes = self.outcomes.sample(batch.response[:, :, 0].numel(), generator)
             total, metrics = loss(self.networks, batch, outcomes["query"], outcomes["correct"], settings.contrast_temperature,
                                   settings.negatives, together=settings.reading == "equations")
+            if not total.isfinite():
+                continue
             self.optimizer.zero_grad()
             total.backward()
             self.optimizer.step()

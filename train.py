@@ -13,12 +13,12 @@ bits as one that was never interrupted.
 A run folder holds config.json, metrics.jsonl (a line a step), evaluations.jsonl and evaluation.json (the
 last one), adapter/ in PEFT's format, and checkpoint/.
 """
-import hashlib
+import math
 import shlex
 import shutil
 import signal
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -34,106 +34,17 @@ import grpo
 import log
 import lora
 import meta
+import parallel
 import reward
 import sample
 import strategy
 from files import append_line, read_lines, write_json, write_lines, write_text
-from flags import fail, knob, parse
+from flags import fail, parse
+from knobs import PRESETS, Config
 from ruler import Ruler
 
 
-@dataclass(frozen=True)
-class Config:
-    run: str = knob("", "folder of the run; empty picks runs/METHOD-DATA-SEED", group="The run")
-    resume: bool = knob(False, "continue the run in --run from its last checkpoint")
-    steps: int = knob(400, "policy updates in all", low=1)
-    seed: int = knob(0, "everything random follows from it", low=0, high=2 ** 32 - 1)
-    checkpoint_every: int = knob(50, "steps between checkpoints", low=1)
-    device: str = knob("auto", "where to compute", choices=evaluate.DEVICES)
-    preset: str = knob("none", "other defaults: paper is Qwen2.5-1.5B on GSM8K as in the paper", choices=("none", "paper"))
-    dry_run: bool = knob(False, "print the settings, the memory and the tokens that the run needs, and stop")
-    wandb: bool = knob(False, "also log to Weights & Biases")
-    tensorboard: bool = knob(False, "also log to TensorBoard, into the run's folder")
-
-    model: str = knob("tiny", "a Hugging Face folder or hub id (Qwen2, Qwen3, Llama), or tiny", group="The model")
-    dtype: str = knob("auto", "of the base weights; adapters are always float32", choices=evaluate.DTYPES)
-    rank: int = knob(8, "LoRA rank", low=1)
-    lora_alpha: float = knob(16.0, "LoRA scale is this over the rank", above=0)
-    targets: tuple = knob(lora.TARGETS, "projections that get an adapter")
-    cache: str = knob("cache", "folder for the tiny base model")
-    rebuild: bool = knob(False, "build the tiny base model again")
-
-    data: str = knob("countdown", f"{', '.join(data.KNOWN)}, or a JSONL file or folder with questions and answers",
-                     group="The problems")
-    train_problems: int = knob(3000, "largest size of the training set; 0 takes all of a file", low=0)
-    prompt: str = knob("auto", "chat puts problems through the tokenizer's template, plain does not, auto does if it has one",
-                       choices=evaluate.PROMPTS)
-    system: str = knob("", "system text of the chat")
-    instruction: str = knob("", "how to answer, instead of the task's own words")
-    problems: int = knob(32, "problems a step", low=1)
-    samples: int = knob(8, "responses to each problem, the group of GRPO", low=2)
-    temperature: float = knob(1.0, "sampling temperature, in training and evaluation", above=0)
-    max_new_tokens: int = knob(32, "longest response", low=1)
-
-    method: str = knob("sus", "what is rewarded beside correctness: " + ", ".join(reward.METHODS),
-                       choices=tuple(reward.METHODS), group="The intrinsic reward")
-    alpha: float = knob(8.0, "scale of the intrinsic reward; the paper has 0.3", low=0)
-    alpha_decay: float = knob(1.0, "share of the run over which alpha falls linearly to zero; 0 keeps it constant", low=0, high=1)
-    gate: str = knob("mixed", "who may earn a bonus: correct responses, correct ones in mixed groups, or all",
-                     choices=("correct", "mixed", "none"))
-    reading: str = knob("algorithm", "SS and SuS as in the paper's Algorithm 1 or as in its Eq. 2 and 3",
-                        choices=("algorithm", "equations"))
-    lambda_ss: float = knob(1.0, "weight of SS", low=0)
-    lambda_sus: float = knob(0.25, "weight of SuS", low=0)
-    learn_lambdas: bool = knob(False, "learn both weights by meta-gradient, from these values on")
-    lambda_rate: float = knob(0.1, "learning rate of the weights", above=0)
-    lambda_every: int = knob(10, "steps between updates of the weights", low=2)
-    scale_intrinsic: bool = knob(False, "divide the intrinsic reward by its running deviation, as RND does")
-
-    encoder: str = knob("", "sentence encoder (folder or hub id); empty takes the policy's own base model",
-                        group="The strategy networks")
-    layer: int = knob(1, "layer of the base model whose states, after its attention, are pooled", low=1)
-    dimension: int = knob(128, "size d of a strategy embedding", low=1)
-    negatives: str = knob("group", "contrast with the other responses to the same query, or with the whole batch",
-                          choices=("group", "batch"))
-    contrast_temperature: float = knob(0.5, "of InfoNCE", above=0)
-    momentum: float = knob(0.99, "of the momentum head", low=0, high=1)
-    strategy_rate: float = knob(3e-3, "learning rate of these networks", above=0)
-    strategy_updates: int = knob(4, "minibatches a step", low=0)
-    strategy_batch: int = knob(32, "groups in a minibatch", low=1)
-    strategy_warmup: int = knob(400, "minibatches before the first step, on the base policy's responses", low=0)
-    recent: int = knob(64, "newest groups, from which all networks but P learn", low=1)
-    buffer: int = knob(1024, "queries and outcomes, from which P learns", low=1)
-    clusters: int = knob(12, "clusters of embeddings, for count and uniqueness", low=1)
-
-    normalise: str = knob("none", "advantage: reward minus group mean, divided by the group's std or by nothing",
-                          choices=("std", "none"), group="The objective")
-    kl: float = knob(0.0, "weight of the KL penalty to the base model; 0 also saves its forward pass", low=0)
-    clip_low: float = knob(0.2, "the ratio's lower bound is 1 minus this", low=0)
-    clip_high: float = knob(0.2, "the ratio's upper bound is 1 plus this", low=0)
-    loss: str = knob("token", "tokens weigh the same, or sequences do, or all is divided by a constant",
-                     choices=("token", "sequence", "constant"))
-
-    learning_rate: float = knob(2e-3, "of AdamW on the adapters", above=0, group="The optimizer")
-    warmup: int = knob(5, "steps in which the learning rate rises", low=0)
-    schedule: str = knob("constant", "learning rate after the warm-up", choices=("constant", "linear"))
-    epochs: int = knob(1, "updates on each batch of responses", low=1)
-    clip_gradient: float = knob(1.0, "largest gradient norm", above=0)
-    micro_batch: int = knob(32, "problems that go through the model at a time: lower it to save memory", low=1)
-    recompute: bool = knob(False, "gradient checkpointing: much less memory for a third more time in the update")
-
-    eval_every: int = knob(0, "steps between evaluations; 0 evaluates before and after only", low=0, group="The evaluation")
-    eval_split: str = knob("test", "problems to evaluate on: test to report, validation to tune", choices=("test", "validation"))
-    eval_problems: int = knob(200, "test problems", low=1)
-    eval_samples: int = knob(16, "responses to each", low=1)
-
-
-# The paper's Table 3: 3 epochs over 7,473 problems, 2 at a time and 4 times accumulated, are 2,802 updates on 8 problems.
-PRESETS = {"none": {}, "paper": dict(
-    model="Qwen/Qwen2.5-1.5B", data="gsm8k", prompt="plain", train_problems=0, steps=2802, problems=8, micro_batch=1,
-    samples=8, max_new_tokens=256, learning_rate=2e-5, rank=8, dimension=128, alpha=0.3, alpha_decay=0.0, lambda_ss=1.0,
-    lambda_sus=0.5, gate="correct", normalise="std", kl=0.04, strategy_warmup=0, strategy_batch=8, eval_problems=200,
-    eval_samples=8, eval_every=934, checkpoint_every=100)}
+MOST_SKIPPED = 5                        # steps in a row without a finite gradient before a run gives up
 
 
 class Run:
@@ -149,9 +60,13 @@ class Run:
             raise ValueError(f"--method oracle reads true strategies, which {config.data} cannot tell: choose another method")
         if config.learn_lambdas and config.method != "sus":
             raise ValueError(f"--learn-lambdas weighs the two parts of --method sus, which {config.method} does not have")
+        if config.problems < parallel.world():
+            raise ValueError(f"--problems {config.problems} leaves some of {parallel.world()} processes without work: raise it")
         self.test = data.load(config.data, config.eval_split, config.eval_problems)
-        self.policy = evaluate.open_policy(config.model, config.data, config.cache, config.device, config.dtype, evaluate.Prompt(
-            config.prompt, config.system, config.instruction), config.rebuild)
+        prompt = evaluate.Prompt(config.prompt, config.system, config.instruction)
+        with parallel.leader_first():
+            self.policy = evaluate.open_policy(config.model, config.data, config.cache, config.device, config.dtype, prompt,
+                                               config.rebuild and not parallel.rank())
         self.model = lora.apply(self.policy.model, config.rank, config.lora_alpha, config.targets, config.seed)
         self.model.recompute = config.recompute
         self.prompts = self.policy.encode(self.problems)
@@ -169,11 +84,14 @@ class Run:
                 config.seed))
         if config.learn_lambdas:
             self.weights = meta.LearnedWeights(config.lambda_ss, config.lambda_sus, config.lambda_rate)
-        self.step, self.logs = 0, log.open_all(config)         # steps taken
+        self.step, self.skipped = 0, 0                      # steps taken; the last ones in a row without an update
+        self.logs = [] if parallel.rank() else log.open_all(config)
         if config.resume:
             checkpoint.load(self)
             if self.step > config.steps:
                 raise ValueError(f"{config.run} has taken {self.step} steps already: --steps {config.steps} is too few")
+        self.evaluations = {record["step"]: record for record in read_lines(self.folder / "evaluations.jsonl")
+                            if record["step"] <= self.step}
 
     def batch(self, step: int) -> list[int]:
         """A step's problems: the training set in a new order every epoch, as (seed, step) decides."""
@@ -183,10 +101,9 @@ class Run:
                   for epoch in {position // count for position in positions}}
         return [orders[position // count][position % count] for position in positions]
 
-    def generator(self, use: str, number: int) -> torch.Generator:
-        """Random numbers for one use in one step or epoch of this seed, unlike those for any other."""
-        digest = hashlib.sha256(f"{self.config.seed} {use} {number}".encode()).digest()
-        return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+    def generator(self, use: str, number: int, shared: bool = True) -> torch.Generator:
+        """Random numbers for one use in one step or epoch of this seed; shared by all ranks, or each rank's own."""
+        return sample.seeded(self.config.seed, use, number, *([] if shared or not parallel.rank() else [parallel.rank()]))
 
     def learning_rate(self) -> float:
         config = self.config
@@ -196,23 +113,23 @@ class Run:
 
     def evaluate(self) -> dict:
         """The evaluation after this many steps, taken once: a resumed run finds it in its file."""
-        config, file = self.config, self.folder / "evaluations.jsonl"
-        known = {record["step"]: record for record in read_lines(file)}
-        if self.step not in known:
+        config = self.config
+        if self.step not in self.evaluations:
             ruler = Ruler.load(place, self.model) if (place := self.folder / "ruler.safetensors").exists() else None
             measured = evaluate.evaluate(
                 self.policy, self.test, config.eval_samples, config.temperature, config.max_new_tokens, progress=True,
                 ruler=ruler, rewards=self.rewards if self.strategist and self.step else None)
-            if not self.step:
-                measured.ruler.save(place)
-            elif ruler is None:                             # without the base model's ruler there is nothing to compare with
+            if self.step and ruler is None:                 # without the base model's ruler there is nothing to compare with
                 measured.metrics["cluster_entropy"] = None
-            known[self.step] = {"step": self.step, **measured.metrics}
-            for name in ("samples", *([] if self.step else ["samples-before"])):
-                write_lines(self.folder / f"{name}.jsonl", measured.samples)
-            write_text(self.folder / "samples.md", evaluate.show(measured.samples))
-            append_line(file, known[self.step])
-        return known[self.step]
+            self.evaluations[self.step] = {"step": self.step, **measured.metrics}
+            if not parallel.rank():
+                if not self.step:
+                    measured.ruler.save(place)
+                for name in ("samples", *([] if self.step else ["samples-before"])):
+                    write_lines(self.folder / f"{name}.jsonl", measured.samples)
+                write_text(self.folder / "samples.md", evaluate.show(measured.samples))
+                append_line(self.folder / "evaluations.jsonl", self.evaluations[self.step])
+        return self.evaluations[self.step]
 
     def rewards(self, problems: list, prompts: list, rollout: sample.Rollout, responses: list[str]) -> dict[str, Tensor]:
         """What the strategy networks make of responses that they do not learn from, (B, G) each."""
@@ -222,11 +139,12 @@ class Run:
         return dict(zip(("intrinsic", "ss", "sus"), (intrinsic, *reward.parts(signals))))
 
 
-def roll_out(run: Run, chosen: list[int], generator: torch.Generator):
-    """-> the chosen problems, their prompts, G responses to each as ids and as text."""
-    config, prompts = run.config, [run.prompts[i] for i in chosen]
+def roll_out(run: Run, use: str, step: int):
+    """-> this rank's share of the step's problems, their prompts, G responses to each as ids and as text."""
+    config, chosen = run.config, parallel.share(run.batch(step))
+    prompts = [run.prompts[i] for i in chosen]
     rollout = sample.generate(run.model, prompts, config.samples, config.max_new_tokens, config.temperature,
-                              run.policy.eos_ids, generator)
+                              run.policy.eos_ids, run.generator(use, step, shared=False))
     return [run.problems[i] for i in chosen], prompts, rollout, run.policy.decode(rollout)
 
 
@@ -235,12 +153,11 @@ def intrinsic_reward(run: Run, problems: list, prompts: list, rollout: sample.Ro
     """-> r_int (B, G), the reference log-probabilities, the signals. When learning, the networks see the batch."""
     config, networks = run.config, run.strategist
     features, reference = networks.encode(prompts, rollout, [problem.prompt for problem in problems], responses, settings,
-                                          run.generator("views", run.step))
+                                          run.generator("views", run.step, shared=False))
     labels = [problems[n // correct.shape[1]].strategy_of(text) if config.method == "oracle" else None
               for n, text in enumerate(responses)]
     if learning:
-        networks.observe(features, correct)
-        networks.tally(features, labels)
+        networks.tally(networks.observe(features, correct), sum(parallel.gather_values(labels), []))
     signals = networks.signals(features, correct, rollout, labels)
     signals.lambda_ss, signals.lambda_sus = run.weights.values() if run.weights else (config.lambda_ss, config.lambda_sus)
     return reward.METHODS[config.method](signals), reference, signals
@@ -250,10 +167,11 @@ def warm_up(run: Run) -> None:
     """Show the strategy networks the base policy's responses before it starts to change: it may lose its
     strategies within fifty steps, sooner than networks that start from nothing learn to see them."""
     config, networks = run.config, run.strategist
-    for number in tqdm(range(-(-config.strategy_warmup // 16)), "warming up the strategy networks", leave=False):
-        problems, prompts, rollout, responses = roll_out(run, run.batch(number), run.generator("warm-up rollout", number))
+    for number in tqdm(range(-(-config.strategy_warmup // 16)), "warming up the strategy networks", leave=False,
+                       disable=parallel.rank() > 0):
+        problems, prompts, rollout, responses = roll_out(run, "warm-up rollout", number)
         features, _ = networks.encode(prompts, rollout, [problem.prompt for problem in problems], responses,
-                                      replace(run.settings, kl=0.0), run.generator("warm-up views", number))
+                                      replace(run.settings, kl=0.0), run.generator("warm-up views", number, shared=False))
         networks.observe(features, reward.correctness(problems, responses).to(run.model.device))
         networks.update(min(16, config.strategy_warmup - 16 * number), run.generator("warm-up replay", number))
 
@@ -263,7 +181,7 @@ def train_step(run: Run) -> dict:
     config, model, clock = run.config, run.model, log.Stopwatch()
 
     # 1 rollout: G responses to each of B problems
-    problems, prompts, rollout, responses = roll_out(run, run.batch(run.step), run.generator("rollout", run.step))
+    problems, prompts, rollout, responses = roll_out(run, "rollout", run.step)
     clock("rollout")
 
     # 2 score: every problem judges its responses
@@ -271,7 +189,7 @@ def train_step(run: Run) -> dict:
     clock("score")
 
     # 3 intrinsic: what the strategy networks make of the responses; the reference pass serves both purposes
-    alpha, rewards, more = reward.alpha_at(run.step, config.steps, config.alpha, config.alpha_decay), correct, {}
+    alpha, rewards, seen, more = reward.alpha_at(run.step, config.steps, config.alpha, config.alpha_decay), correct, {}, {}
     if run.strategist:
         intrinsic, reference, signals = intrinsic_reward(run, problems, prompts, rollout, responses, correct, run.settings)
         if config.scale_intrinsic:
@@ -279,17 +197,14 @@ def train_step(run: Run) -> dict:
         gate = reward.gate(correct, config.gate)
         rewards = reward.augment(correct, intrinsic, alpha, gate)                                # (B, G)
         ss, surprise = reward.parts(signals)
-        more = {"ss": ss.mean().item(), "sus": surprise.mean().item(), "lambda_ss": signals.lambda_ss,
-                "lambda_sus": signals.lambda_sus, "brier": (signals.success - correct).square().mean().item(),
-                "alpha": alpha, "bonus": (rewards - correct).mean().item()}
+        seen |= {"ss": ss, "sus": surprise, "brier": (signals.success - correct).square()}
+        more = {"lambda_ss": signals.lambda_ss, "lambda_sus": signals.lambda_sus, "alpha": alpha}
     else:
         reference = grpo.reference_logprobs(model, prompts, rollout, run.settings) if config.kl else None
     clock("intrinsic")
 
     # 4 advantage: better or worse than one's own group
     advantages = grpo.group_advantages(rewards, config.normalise)                                # (B, G)
-    if run.strategist:
-        more["bonus_share"] = grpo.unexplained(advantages, grpo.group_advantages(correct, config.normalise))
     if run.weights and (run.weights.pending is not None or run.step % config.lambda_every == 0):
         run.weights.step(model, prompts, rollout, correct, [ss * gate, surprise * gate], rewards,
                          config.normalise, run.settings)
@@ -302,39 +217,59 @@ def train_step(run: Run) -> dict:
     for _ in range(config.epochs):
         run.optimizer.zero_grad()
         metrics = grpo.accumulate_gradient(model, prompts, rollout, advantages, run.settings, reference, old)
-        norm = torch.nn.utils.clip_grad_norm_(run.adapters.values(), config.clip_gradient)
+        norm = torch.nn.utils.clip_grad_norm_(run.adapters.values(), config.clip_gradient).item()
+        if skipped := not (math.isfinite(metrics["loss"]) and math.isfinite(norm)):
+            break                                           # one bad batch must not poison the adapters and the optimizer
         run.optimizer.step()
     if run.strategist:
         more |= run.strategist.update(config.strategy_updates, run.generator("replay", run.step))
     clock("update")
 
-    tokens, seconds, rate = int(rollout.lengths.sum()), sum(clock.seconds.values()), run.learning_rate()
-    run.step += 1
-    return {"step": run.step, **metrics, "reward": rewards.mean().item(), "correct": correct.mean().item(), **more,
-            "entropy": -rollout.logprobs.sum().item() / tokens,
-            "zero_signal": (correct.amax(1) == correct.amin(1)).float().mean().item(),
-            "response_length": tokens / len(rollout.ids), "truncated": 1 - rollout.finished.float().mean().item(),
-            "gradient_norm": float(norm), "learning_rate": rate, "tokens_per_second": tokens / seconds, **clock.seconds}
+    rate, run.step, run.skipped = run.learning_rate(), run.step + 1, run.skipped + 1 if skipped else 0
+    seen |= {"correct": correct, "reward": rewards, "tokens": rollout.lengths.view_as(correct),
+             "finished": rollout.finished.view_as(correct), "logprob": rollout.logprobs.sum(1).view_as(correct)}
+    return {"step": run.step, **metrics, **summarise(seen, config.normalise), **more, "gradient_norm": norm,
+            "learning_rate": rate, "skipped": int(skipped), **clock.seconds}
+
+
+def summarise(seen: dict[str, Tensor], normalise: str) -> dict[str, float]:
+    """What this rank has seen of each response, (B, G) under each name -> metrics of the whole batch."""
+    whole = dict(zip(seen, parallel.gather(torch.stack([value.float() for value in seen.values()], dim=-1)).unbind(-1)))
+    correct, tokens = whole["correct"], whole["tokens"].sum()
+    result = {name: value.mean() for name, value in whole.items() if name in ("reward", "correct", "ss", "sus", "brier")}
+    if "ss" in whole:
+        advantages = grpo.group_advantages(whole["reward"], normalise)
+        result |= {"bonus": (whole["reward"] - correct).mean(),
+                   "bonus_share": grpo.unexplained(advantages, grpo.group_advantages(correct, normalise))}
+    result |= {"entropy": -whole["logprob"].sum() / tokens, "zero_signal": (correct.amax(1) == correct.amin(1)).float().mean(),
+               "tokens": tokens, "response_length": tokens / correct.numel(), "truncated": 1 - whole["finished"].mean()}
+    return {name: float(value) for name, value in result.items()}
 
 
 def train(run: Run) -> None:
     """Steps until the end or until Ctrl-C, which lets the step finish and saves it."""
-    config, stop, saved = run.config, [], run.step
-    handlers = {number: signal.signal(number, lambda *_: stop.append(1) if not stop else sys.exit("stopped at once"))
+    config, asked, stop, saved = run.config, [], False, run.step
+    handlers = {number: signal.signal(number, lambda *_: asked.append(1) if not asked else sys.exit("stopped at once"))
                 for number in (signal.SIGINT, signal.SIGTERM)}
-    bar = tqdm(total=config.steps, initial=run.step, desc=f"training {config.method}", unit="step")
+    bar = tqdm(total=config.steps, initial=run.step, desc=f"training {config.method}", unit="step", disable=parallel.rank() > 0)
     while run.step < config.steps and not stop:
         if config.eval_every and run.step % config.eval_every == 0:
             run.evaluate()
         metrics = train_step(run)
-        append_line(run.folder / "metrics.jsonl", metrics)
+        metrics["tokens_per_second"] = metrics.pop("tokens") / sum(metrics[name] for name in metrics if name.startswith("seconds_"))
+        if not parallel.rank():
+            append_line(run.folder / "metrics.jsonl", {name: value if math.isfinite(value) else None for name, value in metrics.items()})
         for send in run.logs:
             send(metrics)
         bar.set_postfix(correct=f"{metrics['correct']:.2f}", entropy=f"{metrics['entropy']:.2f}", refresh=False)
         bar.update()
+        if run.skipped == MOST_SKIPPED:
+            raise FloatingPointError(f"the loss or its gradient was not finite in {MOST_SKIPPED} steps in a row: lower "
+                                     "--learning-rate or --alpha, or look for damaged weights in the base model")
         if run.step % config.checkpoint_every == 0:
             checkpoint.save(run)
             saved = run.step
+        stop = any(parallel.gather_values(bool(asked)))     # all ranks stop after the same step
     bar.close()
     if run.step != saved:
         checkpoint.save(run)
@@ -346,42 +281,59 @@ def train(run: Run) -> None:
 
 def start(config: Config) -> Run:
     """Open everything. A new run that cannot be opened leaves no folder behind."""
-    if config.resume:
-        run = Run(config)
-        write_json(run.folder / "config.json", asdict(replace(config, resume=False, rebuild=False)))
-        return run
-    config = checkpoint.claim(config)
+    if not config.resume and not parallel.rank():
+        config = checkpoint.claim(config)
+    config = replace(config, run=parallel.gather_values(config.run)[0])
+    lock = None if parallel.rank() else checkpoint.lock(Path(config.run))
     try:
-        return Run(config)
+        run = Run(config)
     except BaseException:
-        shutil.rmtree(config.run)
+        if not config.resume and not parallel.rank():
+            shutil.rmtree(config.run)
         raise
+    run.lock = lock                                         # held as long as the run is
+    if config.resume and not parallel.rank():
+        write_json(run.folder / "config.json", asdict(replace(config, resume=False, rebuild=False)))
+    return run
 
 
 def main(argv: list[str] | None = None) -> None:
     config, given = parse(Config, __doc__, argv)
     config, run = replace(config, **{name: value for name, value in PRESETS[config.preset].items() if name not in given}), None
     try:
-        config = checkpoint.resolve(config, given)
         if config.dry_run:
             data.check(config.data)
-            return print(budget.report(config))
+            return print(budget.report(checkpoint.resolve(config, given)))
+        parallel.start(config.device)
+        if config.resume or not parallel.rank():            # a new folder is rank 0's to look at, it makes it
+            config = checkpoint.resolve(config, given)
         run = start(config)
-        before = run.evaluate() if not run.step else next(iter(read_lines(run.folder / "evaluations.jsonl")), None)
+        if not run.step:
+            run.evaluate()
         if run.strategist and not run.step:
             warm_up(run)
         train(run)
         after = run.evaluate()
-        write_json(run.folder / "evaluation.json", after)
-        where = f"{run.config.eval_split} problems of {run.config.data}"
-        card.write(run.folder / "adapter", asdict(run.config), run.step, after, where, merged=False)
+        if not parallel.rank():
+            write_json(run.folder / "evaluation.json", after)
+            where = f"{run.config.eval_split} problems of {run.config.data}"
+            card.write(run.folder / "adapter", asdict(run.config), run.step, after, where, merged=False)
+            log.summary(run.folder, run.evaluations.get(0), after)
     except (ValueError, OSError, FloatingPointError) as error:
-        fail(error)
+        fail(f"{error}{'. ' + how_to_continue(run) if run and not isinstance(error, ValueError) else ''}")
+    except RuntimeError as error:
+        if parallel.world() == 1:
+            raise
+        fail(f"a process of this run is gone ({str(error).splitlines()[0]}). {how_to_continue(run)}")
     except KeyboardInterrupt:
-        how = f"To continue:\n  python train.py --run {shlex.quote(str(run.folder))} --resume" if run else "Nothing was written."
-        print(f"\nstopped after {run.step if run else 0} steps. {how}", file=sys.stderr)
+        print(f"\nstopped after {run.step if run else 0} steps. {how_to_continue(run)}", file=sys.stderr)
         sys.exit(130)
-    log.summary(run.folder, before, after)
+    finally:
+        parallel.stop()
+
+
+def how_to_continue(run: Run | None) -> str:
+    return f"To continue: python train.py --run {shlex.quote(str(run.folder))} --resume" if run else "Nothing was written."
 
 
 if __name__ == "__main__":

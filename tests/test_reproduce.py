@@ -32,7 +32,7 @@ def test_a_finished_run_of_other_settings_is_refused(tmp_path):
     job = reproduce.plan(reproduce.Config(folder=str(tmp_path), steps=3))[0]
     assert not job.finished()
     job.folder.mkdir(parents=True)
-    (job.folder / "config.json").write_text(json.dumps(asdict(reproduce.train.Config(seed=10, steps=3))))
+    (job.folder / "config.json").write_text(json.dumps(asdict(reproduce.knobs.Config(seed=10, steps=3))))
     (job.folder / "evaluation.json").write_text('{"step": 3}')
     assert job.finished()
     job.flags += ["--alpha", "99"]
@@ -48,12 +48,12 @@ def test_the_quick_form_is_of_the_main_part(capsys):
 
 def test_a_plan_tunes_on_other_problems_and_seeds_than_it_reports():
     config = reproduce.Config()
-    tune, main = (reproduce.plan(reproduce.Config(part=part)) for part in ("tune", "main"))
+    tune, sweep, main = (reproduce.plan(reproduce.Config(part=part)) for part in ("tune", "sweep", "main"))
+    assert len(tune) == len(sweep) and {job.seed for job in tune} == {job.seed for job in sweep}      # the same budget for both
+    tune += sweep
     assert {job.seed for job in tune}.isdisjoint(job.seed for job in main)
     assert all("validation" in job.flags for job in tune) and all("test" in job.flags for job in main)
     assert len(main) == config.seeds * len(reproduce.MAIN) and len({job.folder for job in tune + main}) == len(tune + main)
-    methods = ["grpo" if "grpo" in job.name else "sus" for job in tune]
-    assert methods.count("grpo") == methods.count("sus")                   # the same budget for both
     quick = reproduce.plan(reproduce.Config(quick=True))
     assert {job.folder for job in quick} < {job.folder for job in main}    # the whole continues what the quick form began
 
