@@ -13,6 +13,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 
+os.umask(UMASK := os.umask(0))                             # it can only be read by setting it
+
+
 def write_atomically(file: Path, write) -> None:
     """Call write(temporary path), flush it to the disk, then rename it to `file`."""
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -21,6 +24,7 @@ def write_atomically(file: Path, write) -> None:
         write(temporary)
         with open(temporary, "rb+") as handle:
             os.fsync(handle.fileno())
+        os.chmod(temporary, 0o666 & ~UMASK)                 # safetensors would keep its files to their owner
         os.replace(temporary, file)
     finally:
         temporary.unlink(missing_ok=True)
@@ -139,6 +143,6 @@ def find_weight_files(folder: Path) -> list[Path]:
         raise ValueError(f"{index}: expected a weight_map of tensor names to file names")
     names = sorted(set(weight_map.values()))
     for name in names:
-        if Path(name).name != name or "\0" in name:         # no path may lead out of the folder
+        if Path(name).name != name or name in ("", "..") or "\0" in name:         # no path may lead out of the folder
             raise ValueError(f"{index}: shard {name!r} is not the name of a file in this folder")
     return [folder / name for name in names]

@@ -228,8 +228,9 @@ def train_step(run: Run) -> dict:
     rate, run.step, run.skipped = run.learning_rate(), run.step + 1, run.skipped + 1 if skipped else 0
     seen |= {"correct": correct, "reward": rewards, "tokens": rollout.lengths.view_as(correct),
              "finished": rollout.finished.view_as(correct), "logprob": rollout.logprobs.sum(1).view_as(correct)}
-    return {"step": run.step, **metrics, **summarise(seen, config.normalise), **more, "gradient_norm": norm,
-            "learning_rate": rate, "skipped": int(skipped), **clock.seconds}
+    whole = summarise(seen, config.normalise)
+    return {"step": run.step, **metrics, **whole, **more, "gradient_norm": norm, "learning_rate": rate, "skipped": int(skipped),
+            "tokens_per_second": whole["tokens"] / sum(clock.seconds.values()), **clock.seconds}
 
 
 def summarise(seen: dict[str, Tensor], normalise: str) -> dict[str, float]:
@@ -251,26 +252,25 @@ def train(run: Run) -> None:
     config, asked, stop, saved = run.config, [], False, run.step
     handlers = {number: signal.signal(number, lambda *_: asked.append(1) if not asked else sys.exit("stopped at once"))
                 for number in (signal.SIGINT, signal.SIGTERM)}
-    bar = tqdm(total=config.steps, initial=run.step, desc=f"training {config.method}", unit="step", disable=parallel.rank() > 0)
-    while run.step < config.steps and not stop:
-        if config.eval_every and run.step % config.eval_every == 0:
-            run.evaluate()
-        metrics = train_step(run)
-        metrics["tokens_per_second"] = metrics.pop("tokens") / sum(metrics[name] for name in metrics if name.startswith("seconds_"))
-        if not parallel.rank():
-            append_line(run.folder / "metrics.jsonl", {name: value if math.isfinite(value) else None for name, value in metrics.items()})
-        for send in run.logs:
-            send(metrics)
-        bar.set_postfix(correct=f"{metrics['correct']:.2f}", entropy=f"{metrics['entropy']:.2f}", refresh=False)
-        bar.update()
-        if run.skipped == MOST_SKIPPED:
-            raise FloatingPointError(f"the loss or its gradient was not finite in {MOST_SKIPPED} steps in a row: lower "
-                                     "--learning-rate or --alpha, or look for damaged weights in the base model")
-        if run.step % config.checkpoint_every == 0:
-            checkpoint.save(run)
-            saved = run.step
-        stop = any(parallel.gather_values(bool(asked)))     # all ranks stop after the same step
-    bar.close()
+    with tqdm(total=config.steps, initial=run.step, desc=f"training {config.method}", unit="step",
+              disable=parallel.rank() > 0) as bar:
+        while run.step < config.steps and not stop:
+            if config.eval_every and run.step % config.eval_every == 0:
+                run.evaluate()
+            metrics = train_step(run)
+            if not parallel.rank():
+                append_line(run.folder / "metrics.jsonl", {name: x if math.isfinite(x) else None for name, x in metrics.items()})
+            for send in run.logs:
+                send(metrics)
+            bar.set_postfix(correct=f"{metrics['correct']:.2f}", entropy=f"{metrics['entropy']:.2f}", refresh=False)
+            bar.update()
+            if run.skipped == MOST_SKIPPED:
+                raise FloatingPointError(f"the loss or its gradient was not finite in {MOST_SKIPPED} steps in a row: lower "
+                                         "--learning-rate or --alpha, or look for damaged weights in the base model")
+            if run.step % config.checkpoint_every == 0:
+                checkpoint.save(run)
+                saved = run.step
+            stop = any(parallel.gather_values(bool(asked)))     # all ranks stop after the same step
     if run.step != saved:
         checkpoint.save(run)
     for number, handler in handlers.items():
