@@ -45,7 +45,8 @@ def resolve(config, given: set[str]):
                  for name in sorted(fixed) if getattr(config, name) != getattr(saved, name)]
         if wrong:
             raise ValueError(f"{config.run} was started with other settings: {', '.join(wrong)}. Leave them out to resume")
-        return replace(saved, **{name: getattr(config, name) for name in given & CHANGEABLE})
+        now = {name: getattr(config, name) for name in given & CHANGEABLE}
+        return replace(saved, **{"wandb": False, "tensorboard": False, **now})         # other logs are for who asks for them
     if config.run and (folder / "config.json").exists():
         raise ValueError(f"{config.run} already holds a run: add --resume to continue it, or choose another --run")
     if config.run and folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
@@ -59,11 +60,19 @@ def claim(config):
     while True:
         folder = Path(config.run or (name if number == 1 else f"{name}-{number}"))
         folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()) and not config.run:        # somebody's, whatever it is
+            number += 1
+            continue
         draft = folder / f"config.{os.getpid()}.tmp"
         try:
-            write_json(draft, asdict(replace(config, run=str(folder), rebuild=False)))
-            os.link(draft, folder / "config.json")          # fails if it is there, and is never half there
-            return replace(config, run=str(folder))
+            config_now = replace(config, run=str(folder), cache=str(Path(config.cache).absolute()))
+            write_json(draft, asdict(replace(config_now, rebuild=False)))
+            try:
+                os.link(draft, folder / "config.json")      # fails if it is there, and is never half there
+            except PermissionError:                         # a disk without hard links
+                with open(folder / "config.json", "x", encoding="utf-8") as file:
+                    file.write(draft.read_text(encoding="utf-8"))
+            return config_now
         except FileExistsError:
             if config.run:
                 raise ValueError(f"{config.run} already holds a run: add --resume to continue it, or choose another "
@@ -73,11 +82,19 @@ def claim(config):
             draft.unlink(missing_ok=True)
 
 
+def release(folder: Path) -> None:
+    """Take back what `claim` and `lock` made, for a run that could not be opened; anything else in the folder stays."""
+    for name in ("config.json", "lock"):
+        (folder / name).unlink(missing_ok=True)
+    if not folder.is_symlink() and not any(folder.iterdir()):
+        folder.rmdir()
+
+
 def lock(folder: Path):
     """Keep other processes away from this run as long as the returned file is open; the system lets go of it on any exit."""
     if fcntl is None:
         return None
-    handle = open(folder / "lock", "w")
+    handle = os.fdopen(os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+")
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -88,7 +105,7 @@ def lock(folder: Path):
 
 def find(folder: Path) -> list[Path]:
     """Oldest first."""
-    return sorted((folder / "checkpoint").glob("step-*.safetensors"))
+    return sorted((folder / "checkpoint").glob("step-*.safetensors"), key=lambda file: (len(file.name), file.name))
 
 
 def save(run) -> None:
@@ -103,19 +120,21 @@ def save(run) -> None:
     if run.weights:
         tensors["weights.raw"] = run.weights.raw
         tensors |= {} if run.weights.pending is None else {"weights.pending": run.weights.pending}
+    lora.save(run.model, run.folder / "adapter", base=run.config.model)     # first: it must never be older than the checkpoint
     write_tensors(run.folder / "checkpoint" / f"step-{run.step:06d}.safetensors", tensors,
                   {"step": str(run.step), "values": json.dumps(values), "processes": str(parallel.world())})
-    lora.save(run.model, run.folder / "adapter", base=run.config.model)
     for old in find(run.folder)[:-2]:
         old.unlink()
 
 
 def load(run) -> None:
     """Go back to the last good checkpoint, if there is one, and forget what came later: it will come again."""
-    files = find(run.folder)
+    files, damaged = find(run.folder), []
     for file in reversed(files):
         try:
             header = read_metadata(file)
+            if file.name != f"step-{int(header['step']):06d}.safetensors":
+                raise ValueError(f"its header says step {header['step']}")
             restore(run, read_tensors(file), json.loads(header["values"]))
             run.step = int(header["step"])
             if (before := int(header.get("processes", 1))) != parallel.world() and not parallel.rank():
@@ -123,13 +142,15 @@ def load(run) -> None:
                       "responses are other random ones", file=sys.stderr)
             break
         except (KeyError, ValueError, RuntimeError, TypeError, AttributeError) as error:
-            print(f"warning: {file} cannot be used ({error}), trying the one before it", file=sys.stderr)
+            damaged.append(file)
+            if not parallel.rank():
+                print(f"warning: {file} cannot be used ({error}), trying the one before it", file=sys.stderr)
     else:
         if files:
             raise ValueError(f"no checkpoint of {run.folder} can be used: remove its checkpoint folder to start over")
     if parallel.rank():
         return
-    for leftover in run.folder.rglob("*.tmp"):              # of a process that was killed while it wrote
+    for leftover in (*run.folder.rglob("*.tmp"), *damaged):
         leftover.unlink()
     for name in ("metrics.jsonl", "evaluations.jsonl"):
         write_lines(run.folder / name, [record for record in read_lines(run.folder / name) if record["step"] <= run.step])
@@ -139,6 +160,8 @@ def restore(run, tensors: dict[str, torch.Tensor], values: dict) -> None:
     saved = {name.removeprefix("adapter."): tensor for name, tensor in tensors.items() if name.startswith("adapter.")}
     if {name: tensor.shape for name, tensor in saved.items()} != {name: a.shape for name, a in run.adapters.items()}:
         raise ValueError("its adapter has other tensors than this run's")
+    if odd := [name for name, tensor in tensors.items() if tensor.is_floating_point() and not tensor.isfinite().all()]:
+        raise ValueError(f"{odd[0]} is not finite")
     for name, adapter in run.adapters.items():
         adapter.data.copy_(saved[name])
     unpack_optimizer("optimizer", run.adapters, run.optimizer, tensors)

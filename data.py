@@ -148,7 +148,7 @@ def read_questions(file: Path) -> list[Question]:
         if not line.strip():
             continue
         try:
-            record = json.loads(line.decode())
+            record = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{file}, line {number}: not valid JSON ({error})") from None
         problems.append(make_question(record, f"{file}, line {number}"))
@@ -160,6 +160,8 @@ def read_questions(file: Path) -> list[Question]:
 def make_question(record: dict, where: str) -> Question:
     if not isinstance(record, dict) or not isinstance(question := record.get("question"), str) or not question.strip():
         raise ValueError(f"{where}: expected an object with a question, a text that is not empty")
+    if any("\ud800" <= letter <= "\udfff" for letter in question):
+        raise ValueError(f"{where}: its question holds half of a surrogate pair, which is no text")
     answer, value = record.get("answer"), None
     if isinstance(answer, str):
         value = answer_of(answer)

@@ -104,8 +104,8 @@ class SentenceEncoder:
     def __init__(self, name: str, device: torch.device, batch: int = 64):
         from transformers import AutoModel, AutoTokenizer
         try:
-            self.tokenizer, self.model = AutoTokenizer.from_pretrained(name), AutoModel.from_pretrained(
-                name, use_safetensors=True)                 # never a pickle
+            self.tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+            self.model = AutoModel.from_pretrained(name, trust_remote_code=False, use_safetensors=True)     # never a pickle
         except Exception as error:                          # transformers raises whatever its readers raise
             raise ValueError(f"--encoder {name} cannot be read ({type(error).__name__}): expected a folder or hub id "
                              "of a sentence encoder") from None

@@ -125,7 +125,7 @@ def open_policy(name: str, task: str, cache: str, device: str, dtype: str, promp
     if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         raise ValueError(f"{folder} has no tokenizer.json: a model folder holds its tokenizer too")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:                              # transformers raises whatever its readers raise
         raise ValueError(f"{folder}: its tokenizer cannot be read ({type(error).__name__}: {error})") from None
     if prompt.style == "chat" and not tokenizer.chat_template:
@@ -141,8 +141,8 @@ def find_eos_ids(folder: Path, tokenizer, vocab_size: int) -> tuple[int, ...]:
     found = {tokenizer.eos_token_id}
     for name in ("config.json", "generation_config.json"):
         value = read_json(folder / name).get("eos_token_id") if (folder / name).exists() else None
-        found |= set(map(int, value)) if isinstance(value, list) and all(type(i) is int for i in value) else {value} - {None}
-    found = {i for i in found if type(i) is int and 0 <= i < vocab_size}
+        found |= {i for i in (value if isinstance(value, list) else [value]) if type(i) is int}
+    found = {i for i in found if i is not None and 0 <= i < vocab_size}
     if not found:
         raise ValueError(f"{folder}: no end token, neither in its tokenizer nor as eos_token_id in its config.json")
     return tuple(sorted(found))

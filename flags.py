@@ -11,7 +11,6 @@ A bad value ends the program with one line and exit code 2. `given` names the fl
 preset or a resumed run can tell a wish from a default.
 """
 import argparse
-import math
 import sys
 from dataclasses import field, fields
 
@@ -40,7 +39,7 @@ def check(value, kind: type, limits: dict):
         return f"{value!r} is not a {kind.__name__}"
     if kind is tuple and not all(type(part) is str for part in value):
         return f"{value!r} is not a list of names"
-    if kind is float and not math.isfinite(value):
+    if kind is float and not abs(value) < 1e300:            # nor a whole number that no float can hold
         return f"{value} is not a finite number"
     if choices and value not in choices:
         return f"{value!r} is not one of {', '.join(choices)}"

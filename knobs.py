@@ -24,7 +24,7 @@ class Config:
 
     model: str = knob("tiny", "a Hugging Face folder or hub id (Qwen2, Qwen3, Llama), or tiny", group="The model")
     dtype: str = knob("auto", "of the base weights; adapters are always float32", choices=DTYPES)
-    rank: int = knob(8, "LoRA rank", low=1)
+    rank: int = knob(8, "LoRA rank", low=1, high=2 ** 14)
     lora_alpha: float = knob(16.0, "LoRA scale is this over the rank", above=0)
     targets: tuple = knob(lora.TARGETS, "projections that get an adapter")
     cache: str = knob("cache", "folder for the tiny base model")
@@ -60,7 +60,7 @@ class Config:
     encoder: str = knob("", "sentence encoder (folder or hub id); empty takes the policy's own base model",
                         group="The strategy networks")
     layer: int = knob(1, "layer of the base model whose states, after its attention, are pooled", low=1)
-    dimension: int = knob(128, "size d of a strategy embedding", low=1)
+    dimension: int = knob(128, "size d of a strategy embedding", low=1, high=2 ** 14)
     negatives: str = knob("group", "contrast with the other responses to the same query, or with the whole batch",
                           choices=("group", "batch"))
     contrast_temperature: float = knob(0.5, "of InfoNCE", above=0)
@@ -69,8 +69,8 @@ class Config:
     strategy_updates: int = knob(4, "minibatches a step", low=0)
     strategy_batch: int = knob(32, "groups in a minibatch", low=1)
     strategy_warmup: int = knob(400, "minibatches before the first step, on the base policy's responses", low=0)
-    recent: int = knob(64, "newest groups, from which all networks but P learn", low=1)
-    buffer: int = knob(1024, "queries and outcomes, from which P learns", low=1)
+    recent: int = knob(64, "newest groups, from which all networks but P learn", low=1, high=10 ** 6)
+    buffer: int = knob(1024, "queries and outcomes, from which P learns", low=1, high=10 ** 7)
     clusters: int = knob(12, "clusters of embeddings, for count and uniqueness", low=1)
 
     normalise: str = knob("none", "advantage: reward minus group mean, divided by the group's std or by nothing",

@@ -42,7 +42,8 @@ class LearnedWeights:
     def learn(self, extrinsic: Tensor) -> None:
         """extrinsic (n,): the gradient of the task's own loss on the batch after the remembered one."""
         agreement = F.cosine_similarity(self.pending, extrinsic[None], dim=1).cpu()              # (2,)
-        self.raw += self.learning_rate * agreement * self.raw.sigmoid()
+        if agreement.isfinite().all():                      # one bad batch must not spoil the weights for good
+            self.raw += self.learning_rate * agreement * self.raw.sigmoid()
         self.pending = None
 
 

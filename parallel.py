@@ -1,10 +1,11 @@
 """Many processes: torchrun starts them, on one machine or several, and each takes its share of every batch.
 
-    torchrun --nproc-per-node 2 train.py                     two processes on this machine
+    torchrun --nproc-per-node 2 -- train.py                  two processes on this machine
 
 The base weights are on every rank. A rank samples, judges and scores its own problems. What travels in a step: one sum of
 the adapters' gradients, and the pooled features and outcomes of each response. With those every rank's strategy networks see
-the whole batch and take the same steps on their own, so their gradients need not travel. Rank 0 writes, all read.
+the whole batch and take the same steps on their own, so their gradients need not travel. Rank 0 writes the run folder and all
+read it: on several machines it must lie on a disk that they share.
 
 With one process nothing here does anything. Values other than tensors travel as JSON.
 """
@@ -24,6 +25,8 @@ def start(device: str) -> None:
     """Join the others, if torchrun started this process."""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
         gpu = torch.cuda.is_available() and device in ("auto", "cuda")
+        if gpu and int(os.environ["LOCAL_RANK"]) >= torch.cuda.device_count():
+            raise ValueError(f"more processes than the {torch.cuda.device_count()} GPUs of this machine: lower --nproc-per-node")
         if gpu:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", timeout=TIMEOUT)
@@ -32,6 +35,11 @@ def start(device: str) -> None:
 def stop() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def is_lost(error: RuntimeError) -> bool:
+    """Whether this error says that another process no longer answers."""
+    return world() > 1 and (isinstance(error, dist.DistError) or any(word in str(error).lower() for word in ("gloo", "nccl", "connection")))
 
 
 def rank() -> int:

@@ -117,7 +117,7 @@ def forward_error(signals: Signals) -> Tensor:
 
 def pseudo_count(signals: Signals) -> Tensor:
     """Count-based (Bellemare et al. 2016): 1 / sqrt(n), with the cluster's share of recent responses for n."""
-    return (signals.cluster_share * signals.correct.numel()).clamp(min=1e-6).rsqrt()
+    return signals.cluster_share.clamp(min=1e-6).rsqrt()
 
 
 def novelty(signals: Signals) -> Tensor:

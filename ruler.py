@@ -30,7 +30,7 @@ class Ruler:
         """From features of B problems with G responses each, as encoder.base_features gives them."""
         B, G = features.response.shape[:2]
         strategist = strategy.Strategist(model, strategy.Settings(recent=B, buffer=B))
-        strategist.observe(features, torch.zeros(B, G, device=model.device))
+        strategist.take_in(features, torch.zeros(B, G, device=model.device))
         strategist.update(PASSES * -(-B // strategist.settings.batch), torch.Generator().manual_seed(0))
         points = embed(strategist.networks, features)
         centres = strategy.k_means(points, strategy.spread(points, CLUSTERS), 20)
@@ -57,6 +57,9 @@ class Ruler:
             networks.load_state_dict({name.removeprefix("networks."): value for name, value in tensors.items()
                                       if name.startswith("networks.")})
             placed = [tensors[name].to(model.device) for name in ("centres", "middle", "plane")]
+            d = settings.dimension
+            if [tuple(part.shape) for part in placed] != [(CLUSTERS, d), (d,), (d, 2)]:
+                raise KeyError("shape")
         except (KeyError, RuntimeError) as error:
             raise ValueError(f"{file} does not fit this model ({type(error).__name__}): remove it to go on without cluster "
                              "entropies") from None

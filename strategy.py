@@ -257,12 +257,15 @@ class Strategist:
                                      tap.states if loss.kl else None), reference
 
     def observe(self, batch: Features, correct: Tensor) -> Features:
-        """Take in a batch and what came of it -> the batch, with every rank's share."""
-        batch, correct = Features(*map(parallel.gather, vars(batch).values())), parallel.gather(correct)
+        """Take in a batch and what came of it, every rank's share -> the whole batch."""
+        batch = Features(*map(parallel.gather, vars(batch).values()))
+        self.take_in(batch, parallel.gather(correct))
+        return batch
+
+    def take_in(self, batch: Features, correct: Tensor) -> None:
         self.networks.observe(batch)
         self.recent.add(**vars(batch))
         self.outcomes.add(query=batch.query, correct=correct)
-        return batch
 
     @torch.no_grad()
     def tally(self, batch: Features, labels: list[str | None]) -> None:
@@ -325,7 +328,16 @@ class Strategist:
                     if name.startswith(prefix)}
         self.networks.load_state_dict(part("networks.")), self.scale.load_state_dict(part("scale."))
         unpack_optimizer("optimizer", self.learning, self.optimizer, tensors)
-        self.recent.store, self.outcomes.store = part("recent."), part("outcomes.")
-        self.recent.added = self.outcomes.added = values["added"]
+        for memory, name, ranks in ((self.recent, "recent", {"query": 2, "response": 3, "views": 4, "both": 3}),
+                                    (self.outcomes, "outcomes", {"query": 2, "correct": 2})):
+            memory.store, memory.added = part(f"{name}."), values["added"]
+            if {key: value.ndim for key, value in memory.store.items()} != ranks or type(memory.added) is not int or \
+                    memory.added < 1 or any(len(value) != memory.capacity for value in memory.store.values()):
+                raise ValueError(f"its memory {name} has other tensors than this run's")
         self.centres = part("centres").get("")
-        self.strategies.counts, self.clusters.counts = values["strategies"], values["clusters"]
+        if self.centres is not None and self.centres.shape != (self.settings.clusters, self.settings.dimension):
+            raise ValueError(f"its centres have shape {tuple(self.centres.shape)}")
+        for frequencies, name in ((self.strategies, "strategies"), (self.clusters, "clusters")):
+            if not isinstance(values[name], dict) or not all(type(count) is float for count in values[name].values()):
+                raise ValueError(f"its counts of {name} are not numbers")
+            frequencies.counts = values[name]

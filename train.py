@@ -15,7 +15,6 @@ last one), adapter/ in PEFT's format, and checkpoint/.
 """
 import math
 import shlex
-import shutil
 import signal
 import sys
 from dataclasses import asdict, replace
@@ -90,8 +89,12 @@ class Run:
             checkpoint.load(self)
             if self.step > config.steps:
                 raise ValueError(f"{config.run} has taken {self.step} steps already: --steps {config.steps} is too few")
-        self.evaluations = {record["step"]: record for record in read_lines(self.folder / "evaluations.jsonl")
-                            if record["step"] <= self.step}
+        records = read_lines(self.folder / "evaluations.jsonl")
+        if not all(isinstance(record.get("intervals"), dict) for record in records):
+            raise ValueError(f"{self.folder / 'evaluations.jsonl'} is damaged: an evaluation has no intervals; move it away to go on")
+        self.evaluations = {record["step"]: record for record in records if record["step"] <= self.step}
+        place = self.folder / "ruler.safetensors"           # the base model's, for all evaluations of the run
+        self.ruler = Ruler.load(place, self.model) if place.exists() else None
 
     def batch(self, step: int) -> list[int]:
         """A step's problems: the training set in a new order every epoch, as (seed, step) decides."""
@@ -115,16 +118,17 @@ class Run:
         """The evaluation after this many steps, taken once: a resumed run finds it in its file."""
         config = self.config
         if self.step not in self.evaluations:
-            ruler = Ruler.load(place, self.model) if (place := self.folder / "ruler.safetensors").exists() else None
             measured = evaluate.evaluate(
                 self.policy, self.test, config.eval_samples, config.temperature, config.max_new_tokens, progress=True,
-                ruler=ruler, rewards=self.rewards if self.strategist and self.step else None)
-            if self.step and ruler is None:                 # without the base model's ruler there is nothing to compare with
+                ruler=self.ruler, rewards=self.rewards if self.strategist and self.step else None)
+            if self.step and self.ruler is None:            # without the base model's ruler there is nothing to compare with
                 measured.metrics["cluster_entropy"] = None
+            elif not self.step:
+                self.ruler = measured.ruler
             self.evaluations[self.step] = {"step": self.step, **measured.metrics}
             if not parallel.rank():
                 if not self.step:
-                    measured.ruler.save(place)
+                    self.ruler.save(self.folder / "ruler.safetensors")
                 for name in ("samples", *([] if self.step else ["samples-before"])):
                     write_lines(self.folder / f"{name}.jsonl", measured.samples)
                 write_text(self.folder / "samples.md", evaluate.show(measured.samples))
@@ -265,8 +269,8 @@ def train(run: Run) -> None:
             bar.set_postfix(correct=f"{metrics['correct']:.2f}", entropy=f"{metrics['entropy']:.2f}", refresh=False)
             bar.update()
             if run.skipped == MOST_SKIPPED:
-                raise FloatingPointError(f"the loss or its gradient was not finite in {MOST_SKIPPED} steps in a row: lower "
-                                         "--learning-rate or --alpha, or look for damaged weights in the base model")
+                raise FloatingPointError(f"the loss or its gradient was not finite in {MOST_SKIPPED} steps in a row: start a new "
+                                         "run with a lower --learning-rate or --alpha, or look for damage in the base model")
             if run.step % config.checkpoint_every == 0:
                 checkpoint.save(run)
                 saved = run.step
@@ -289,7 +293,7 @@ def start(config: Config) -> Run:
         run = Run(config)
     except BaseException:
         if not config.resume and not parallel.rank():
-            shutil.rmtree(config.run)
+            checkpoint.release(Path(config.run))
         raise
     run.lock = lock                                         # held as long as the run is
     if config.resume and not parallel.rank():
@@ -320,20 +324,22 @@ def main(argv: list[str] | None = None) -> None:
             card.write(run.folder / "adapter", asdict(run.config), run.step, after, where, merged=False)
             log.summary(run.folder, run.evaluations.get(0), after)
     except (ValueError, OSError, FloatingPointError) as error:
-        fail(f"{error}{'. ' + how_to_continue(run) if run and not isinstance(error, ValueError) else ''}")
+        fail(f"{error}. {how_to_continue(run)}" if run and isinstance(error, OSError) else error)
     except RuntimeError as error:
-        if parallel.world() == 1:
+        if not parallel.is_lost(error):
             raise
-        fail(f"a process of this run is gone ({str(error).splitlines()[0]}). {how_to_continue(run)}")
+        fail(f"a process of this run is gone. {how_to_continue(run)}")
     except KeyboardInterrupt:
-        print(f"\nstopped after {run.step if run else 0} steps. {how_to_continue(run)}", file=sys.stderr)
+        if not parallel.rank():
+            print(f"\nstopped after {run.step if run else 0} steps. {how_to_continue(run)}", file=sys.stderr)
         sys.exit(130)
     finally:
         parallel.stop()
 
 
 def how_to_continue(run: Run | None) -> str:
-    return f"To continue: python train.py --run {shlex.quote(str(run.folder))} --resume" if run else "Nothing was written."
+    start = "python" if parallel.world() == 1 else f"torchrun --nproc-per-node {parallel.world()} --"
+    return f"To continue: {start} train.py --run {shlex.quote(str(run.folder))} --resume" if run else "Nothing was written."
 
 
 if __name__ == "__main__":

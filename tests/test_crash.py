@@ -17,8 +17,8 @@ ROOT = Path(__file__).parent.parent
 
 def test_killed_and_resumed_is_the_same_as_undisturbed(cache, tmp_path):
     """The short form of tools/torture.py."""
-    done = subprocess.run([sys.executable, ROOT / "tools" / "torture.py", tmp_path, "4", cache], capture_output=True, text=True)
-    assert done.returncode == 0 and "4 kills: every tensor and every line" in done.stdout, done.stdout + done.stderr
+    done = subprocess.run([sys.executable, ROOT / "tools" / "torture.py", tmp_path / "runs", "5", cache], capture_output=True, text=True)
+    assert done.returncode == 0 and "5 kills: every tensor and every line" in done.stdout, done.stdout + done.stderr
 
 
 def test_a_full_disk_is_one_clear_error_and_costs_nothing(cache, tmp_path):

@@ -2,6 +2,7 @@
 import itertools
 import json
 import math
+import shutil
 from fractions import Fraction
 
 import pytest
@@ -131,6 +132,19 @@ def test_the_judge_sees_what_the_model_said(policy):
     rollout = evaluate.sample.Rollout(torch.tensor([row + [0] * (20 - len(row)) for row in said]),
                                       torch.tensor([len(row) for row in said]), torch.zeros(3, 20), torch.tensor([True, True, False]))
     assert policy.decode(rollout) == ["8*3=24;24-5=19", "8*3=<pad>24;24-5=19", "8*3=24;24-5=19"]
+
+
+def test_a_model_folder_cannot_bring_code_along(cache, tmp_path, monkeypatch, capsys):
+    shutil.copytree(cache / "tiny-countdown", folder := tmp_path / "evil")
+    (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: pass\n")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}}))
+    monkeypatch.setattr("builtins.input", lambda *_: "y")       # transformers may ask, and people may say yes
+    try:
+        evaluate.main([str(folder), "--problems", "2", "--samples", "2"])
+    except SystemExit as end:
+        assert end.code == 2 and capsys.readouterr().err.splitlines()[-1].startswith("error: ")
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_folder_without_a_tokenizer(tmp_path, capsys):

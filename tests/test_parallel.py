@@ -59,8 +59,9 @@ def test_a_checkpoint_of_two_goes_on(cache, tmp_path):
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks for child processes in /proc")
 def test_a_killed_process_brings_the_others_down(cache, tmp_path):
     process, folder = train(tmp_path / "run", cache, "--steps", "2000"), tmp_path / "run"
+    begin = time.monotonic()
     while not (folder / "metrics.jsonl").exists() or len(metrics(folder)) < 4:
-        assert process.poll() is None, process.communicate()[0]
+        assert process.poll() is None and time.monotonic() - begin < 300, process.communicate()[0]
         time.sleep(0.2)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     victims = [child for child in children if b"RANK=1\0" in Path(f"/proc/{child}/environ").read_bytes()]

@@ -76,11 +76,11 @@ def test_both_readings():
 EXPECTED = {
     "grpo": [[0.0, 0.0, 0.0]] * 2,
     "ss": [[0.0, 1.0, 2.0]] * 2,
-    "surprise": [[0.375, 0.375, 0.125], [0.25, 0.25, 0.25]],
-    "sus": [[0.375, 1.375, 2.125], [0.25, 1.25, 2.25]],
+    "surprise": [[0.1875, 0.1875, 0.0625], [0.125, 0.125, 0.125]],
+    "sus": [[0.1875, 1.1875, 2.0625], [0.125, 1.125, 2.125]],
     "rnd": [[1.0, 2.0, 3.0]] * 2,
     "icm": [[5.0] * 3, [1.0] * 3],
-    "count": [[1 / math.sqrt(3)] * 3] * 2,                              # half of the six responses
+    "count": [[math.sqrt(2)] * 3] * 2,                                  # half of the responses
     "novelty": [[1.0, 1.0, 1.5], [0.0] * 3],                            # the second group has no correct response
     "uniqueness": [[1.0, 1.0, 1.0], [1.0] * 3],
     "oracle": [[math.log(2), math.log(10), 0.0]] * 2,

@@ -13,7 +13,7 @@ import torch
 import transformers
 from conftest import make_sentence_encoder
 from peft import PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import checkpoint
 import data
@@ -232,8 +232,28 @@ def test_a_run_is_never_written_over(whole, capsys, tmp_path):
 
 def test_without_a_name_every_run_gets_its_own_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "sus-countdown-0-2").mkdir(parents=True)
+    (tmp_path / "runs" / "sus-countdown-0-2" / "mine.txt").write_text("not a run, and not to be touched")
     names = [checkpoint.claim(train.Config()).run for _ in range(3)]
-    assert names == ["runs/sus-countdown-0", "runs/sus-countdown-0-2", "runs/sus-countdown-0-3"]
+    assert names == ["runs/sus-countdown-0", "runs/sus-countdown-0-3", "runs/sus-countdown-0-4"]
+
+
+def test_a_run_that_cannot_start_takes_back_only_what_it_made(cache, tmp_path, monkeypatch, capsys):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    for name in ("new", "link"):
+        with pytest.raises(SystemExit):
+            run(tmp_path / name, cache, "--steps", "1", "--layer", "9")
+        assert "--layer 9" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists() and list((tmp_path / "real").iterdir()) == []
+
+
+def test_the_lock_harms_nothing_that_it_points_to(tmp_path):
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / "lock").symlink_to(tmp_path / "precious")
+    with pytest.raises(OSError):
+        checkpoint.lock(tmp_path)
+    assert (tmp_path / "precious").read_text() == "mine"
 
 
 def test_leftovers_of_another_run_are_not_mixed_in(cache, tmp_path, capsys):
@@ -277,6 +297,24 @@ def test_fewer_steps_than_were_taken(whole, capsys):
     assert "8 steps already" in capsys.readouterr().err
 
 
+def edit_checkpoints(change):
+    """Rewrite all checkpoints of a run with something wrong inside."""
+    def damage(folder):
+        for file in checkpoint.find(folder):
+            tensors, header = load_file(file), checkpoint.read_metadata(file)
+            change(tensors, header)
+            save_file(tensors, file, header)
+    return damage
+
+
+def value(name, wrong):
+    return edit_checkpoints(lambda tensors, header: header.update(values=json.dumps(json.loads(header["values"]) | {name: wrong})))
+
+
+def tensor(name, make):
+    return edit_checkpoints(lambda tensors, header: tensors.update({name: make(tensors[name])}))
+
+
 def rewrite(**changes):
     def damage(folder):
         file = folder / "config.json"
@@ -290,7 +328,14 @@ DAMAGES = [
     (rewrite(targets=["q_proj"]), "no checkpoint"), (rewrite(steps="abc"), "steps"), (rewrite(learning_rate=None), "learning_rate"),
     (rewrite(samples=1), "samples"), (rewrite(seed="x"), "seed"), (rewrite(model=None), "model"), (rewrite(targets=5), "targets"),
     (rewrite(dtype="int8"), "dtype"), (rewrite(warmup=-1), "warmup"), (rewrite(kl=float("nan")), "kl"),
-    (lambda f: (f / "metrics.jsonl").write_text("garbage}\n"), "metrics.jsonl"),
+    (lambda f: (f / "metrics.jsonl").write_text("garbage}\n"), "metrics.jsonl"), (rewrite(kl=10 ** 400), "kl"),
+    (value("added", "x"), "no checkpoint"), (value("added", -5), "no checkpoint"), (value("clusters", [1]), "no checkpoint"),
+    (value("clusters", {"0": "many"}), "no checkpoint"), (tensor("strategy.recent.response", lambda t: t[:3].clone()), "no checkpoint"),
+    (tensor("strategy.centres", lambda t: t[:, :3].clone()), "no checkpoint"),
+    (edit_checkpoints(lambda tensors, header: tensors.pop("strategy.outcomes.query")), "no checkpoint"),
+    (edit_checkpoints(lambda tensors, header: header.update(step="-3")), "no checkpoint"),
+    (lambda f: edit_checkpoints(lambda tensors, header: [t.fill_(math.nan) for n, t in tensors.items() if n.startswith("adapter")])(f), "no checkpoint"),
+    (lambda f: edit_checkpoints(lambda tensors, header: tensors.update({n: t[:1].clone() for n, t in tensors.items() if "exp_avg" in n}))(f), "no checkpoint"),
     (lambda f: (f / "evaluations.jsonl").write_text('{"a": 1}\n'), "evaluations.jsonl")]
 
 

@@ -22,8 +22,8 @@ def flat_gradient(model):
     return torch.cat([parameter.grad.flatten() for parameter in lora.parameters(model).values()])
 
 
-def compare_gradients(device):
-    """The same rollouts, scored by one process and by two."""
+def gradients_of_one():
+    """What one process makes of some rollouts, for two to compare with."""
     for normalise in ("token", "sequence", "constant"):
         for kl in (0.0, 0.1):
             model = adapted()
@@ -46,7 +46,7 @@ def same_on_all_ranks(tensor):
 
 
 def main(folder, cache):
-    alone = list(compare_gradients("cpu"))
+    alone = list(gradients_of_one())
     policy = evaluate.open_policy("tiny", "countdown", cache, "cpu", "float32")
     problems = evaluate.data.load("countdown", "test", 70)
     expected = evaluate.evaluate(policy, problems, 4, 1.0, 16)
@@ -69,7 +69,7 @@ def main(folder, cache):
         assert measured.metrics == alone.metrics
         for ours, theirs in zip(measured.samples, alone.samples, strict=True):
             for a, b in zip(ours["responses"], theirs["responses"], strict=True):
-                torch.testing.assert_close(torch.tensor(a.pop("place")), torch.tensor(b.pop("place")), atol=0.02, rtol=0.02)
+                torch.testing.assert_close(torch.tensor(a.pop("place")), torch.tensor(b.pop("place")), atol=1e-3, rtol=1e-2)
             assert ours == theirs
     assert parallel.gather_values({"rank": parallel.rank(), "text": "a\nb\u00e9"})[1] == {"rank": 1, "text": "a\nb\u00e9"}
 

@@ -35,8 +35,12 @@ def main(arguments: list[str]) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
     where = dict(pretrained_model_name_or_path=file.parent, gguf_file=file.name)
-    AutoTokenizer.from_pretrained(**where).save_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True))
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(**where)
+        model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True))
+    except Exception as error:                              # transformers raises whatever its readers raise
+        sys.exit(f"convert_gguf.py: {file} cannot be read ({type(error).__name__}: {' '.join(str(error).split())[:200]})")
+    tokenizer.save_pretrained(folder)
     model.save_pretrained(folder)
     print(f"written to {folder}")
 

@@ -20,17 +20,20 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-FLAGS = ("--steps 12 --checkpoint-every 3 --eval-every 4 --problems 6 --samples 4 --eval-problems 8 --eval-samples 5 --train-problems 40 "
-         "--strategy-warmup 8 --recent 20 --buffer 30 --strategy-batch 4 --kl 0.01 --learn-lambdas --lambda-every 3 --scale-intrinsic "
-         "--device cpu").split()
-MOMENTS = {"rollout": "sample.draw", "scoring": "grpo.target_logprobs", "update": "grpo.k3", "strategy networks": "strategy.contrast",
-           "learned weights": "meta.LearnedWeights.learn", "evaluation": "evaluate.measure", "before a file is renamed": "os.fsync",
-           "after a file was renamed": "os.replace", "a file is half written": "files.save_file", "a line is half written": "files.append_line"}
+FLAGS = ("--steps 12 --checkpoint-every 3 --eval-every 4 --problems 6 --samples 4 --eval-problems 8 --eval-samples 5 "
+         "--train-problems 40 --strategy-warmup 8 --recent 20 --buffer 30 --strategy-batch 4 --kl 0.01 --learn-lambdas "
+         "--lambda-every 3 --scale-intrinsic --device cpu").split()
+MOMENTS = {"a file is half written": "files.save_file", "after a file was renamed": "os.replace", "a line is half written":
+           "files.append_line", "adapter saved, checkpoint not": "checkpoint.write_tensors", "rollout": "sample.draw",
+           "before a file is renamed": "os.fsync", "evaluation": "evaluate.measure", "scoring": "grpo.target_logprobs",
+           "update": "grpo.k3", "strategy networks": "strategy.contrast", "learned weights": "meta.LearnedWeights.learn"}
+MOST_CALLS = {"rollout": 60, "scoring": 20, "update": 10, "strategy networks": 20, "before a file is renamed": 12,
+              "after a file was renamed": 12, "a line is half written": 4}
 
 
 def be_killed(moment: str, count: int, flags: list[str]) -> None:
     """In the child process: train, and die at the count-th time that the moment comes."""
-    import evaluate, files, grpo, meta, sample, strategy, train     # noqa: E401, F401: looked up by name below
+    import checkpoint, evaluate, files, grpo, meta, sample, strategy, train         # looked up by name below
     *path, name = MOMENTS[moment].split(".")
     owner = {**sys.modules, **locals()}[path[0]]
     for part in path[1:]:
@@ -80,16 +83,19 @@ def state(folder: Path) -> tuple[dict, list]:
 def main(folder: Path, kills: int, cache: str) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     flags = [*FLAGS, "--cache", cache]
-    subprocess.run([sys.executable, ROOT / "train.py", "--run", folder / "whole", *flags], check=True, env=environment,
-                   capture_output=True)
+    if kills < 1 or (folder.exists() and any(folder.iterdir())):
+        sys.exit("torture.py: expected at least one kill, and a folder that is new or empty")
+    whole = subprocess.run([sys.executable, ROOT / "train.py", "--run", folder / "whole", *flags], env=environment,
+                           capture_output=True, text=True)
+    if whole.returncode:
+        sys.exit(f"torture.py: the undisturbed run failed: {whole.stderr.strip().splitlines()[-1]}")
     draw, done, moments, number = random.Random(0), {}, list(MOMENTS), 0
     while sum(done.values()) < kills:
         moment, number = moments[number % len(moments)], number + 1
-        count = draw.randint(1, {"rollout": 60, "scoring": 20, "update": 10, "strategy networks": 20, "before a file is renamed": 12,
-                                 "after a file was renamed": 12, "a line is half written": 4}.get(moment, 2))
+        count = draw.randint(1, MOST_CALLS.get(moment, 2))
         resume = ["--resume"] if (folder / "killed" / "config.json").exists() else []
-        child = [sys.executable, __file__, "--child", moment, str(count), "--run", str(folder / "killed"), *([] if resume else flags), *resume]
-        timeout = draw.uniform(4, 9) if number % 5 == 0 else None       # every fifth kill comes at any time at all
+        child = [sys.executable, __file__, "--child", moment, str(count), "--run", str(folder / "killed"), *(resume or flags)]
+        timeout = draw.uniform(4, 9) if number % 5 == 0 else 600        # every fifth kill comes at any time at all
         try:
             code = subprocess.run(child, env=environment, capture_output=True, timeout=timeout, text=True)
         except subprocess.TimeoutExpired:                   # run() kills it
@@ -104,7 +110,8 @@ def main(folder: Path, kills: int, cache: str) -> None:
         check_files(folder / "killed")
         done[moment] = done.get(moment, 0) + 1
         print(f"kill {sum(done.values()):3d}: {moment}", flush=True)
-    subprocess.run([sys.executable, ROOT / "train.py", "--run", folder / "killed", "--resume"], check=True, env=environment, capture_output=True)
+    subprocess.run([sys.executable, ROOT / "train.py", "--run", folder / "killed", "--resume"], check=True, env=environment,
+                   capture_output=True)
     compare(folder)
     print("\n".join(f"{moment:28} {count}" for moment, count in sorted(done.items())))
     print(f"{sum(done.values())} kills: every tensor and every line as in the undisturbed run")
@@ -115,7 +122,8 @@ def compare(folder: Path) -> None:
     odd = sorted(name for name in tensors.keys() | others.keys() if name not in tensors or name not in others
                  or not tensors[name].equal(others[name]))
     if odd or lines != other_lines:
-        sys.exit(f"torture.py: {len(odd)} tensors differ, the first are {odd[:3]}; metrics {'differ' if lines != other_lines else 'agree'}")
+        sys.exit(f"torture.py: {len(odd)} tensors differ, the first are {odd[:3]}; metrics "
+                 f"{'differ' if lines != other_lines else 'agree'}")
 
 
 if __name__ == "__main__":

@@ -38,6 +38,9 @@ def problems(count: int, seed: int = 0) -> list[dict[str, str]]:
 if __name__ == "__main__":
     if len(sys.argv) not in (2, 3) or sys.argv[1].startswith("-") or not all(n.isdecimal() for n in sys.argv[2:]):
         sys.exit(__doc__)
-    lines = problems(min(100_000, int(sys.argv[2])) if sys.argv[2:] else 3000)
-    Path(sys.argv[1]).write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    count, file = int(sys.argv[2]) if sys.argv[2:] else 3000, Path(sys.argv[1])
+    if not 1 <= count <= 100_000 or file.exists() or not file.absolute().parent.is_dir():
+        sys.exit("word_problems.py: expected a file that does not exist yet in a folder that does, and 1 to 100000 problems")
+    lines = problems(count)
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     print(f"{len(lines)} problems written to {sys.argv[1]}")
