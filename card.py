@@ -8,12 +8,12 @@ WORDS = {"pass@1": "pass@1", "pass@5": "pass@5", "pass@16": "pass@16", "strategy
          "cluster_entropy": "cluster entropy (nats)"}
 
 
-def write(folder: Path, config: dict, steps: int, metrics: dict, where: str, merged: bool) -> None:
-    """config: a run's config.json; steps: those taken; metrics: an evaluation; where: what it was made on."""
-    base, method = config["model"], config["method"]
+def write(folder: Path, base: str, config: dict, steps: int, metrics: dict, where: str, merged: bool) -> None:
+    """base: its folder or hub id; config: a run's; steps: those taken; metrics: an evaluation; where: what it was made on."""
+    method = config["method"]
     fields = ["license: other", "license_name: that-of-the-base-model", f"library_name: {'transformers' if merged else 'peft'}",
               "pipeline_tag: text-generation", "tags: [grpo, exploration, strategy-aware-surprise]"]
-    fields += [] if base == "tiny" or Path(base).is_dir() else [f"base_model: {base}"]
+    fields += [] if Path(base).is_dir() else [f"base_model: {base}"]
     fields += [f"datasets: [{DATASETS[config['data']]}]"] if config["data"] in DATASETS else []
     rows = [f"| {word} | {100 * metrics[name]:.1f} % |" if "pass" in name else f"| {word} | {metrics[name]:.2f} |"
             for name, word in WORDS.items() if metrics.get(name) is not None]

@@ -120,7 +120,8 @@ def save(run) -> None:
     if run.weights:
         tensors["weights.raw"] = run.weights.raw
         tensors |= {} if run.weights.pending is None else {"weights.pending": run.weights.pending}
-    lora.save(run.model, run.folder / "adapter", base=run.config.model)     # first: it must never be older than the checkpoint
+    lora.save(run.model, run.folder / "adapter", base=run.policy.base)      # first: it must never be older than the checkpoint
+    (run.folder / "adapter" / "README.md").unlink(missing_ok=True)         # the card of an adapter that is no more
     write_tensors(run.folder / "checkpoint" / f"step-{run.step:06d}.safetensors", tensors,
                   {"step": str(run.step), "values": json.dumps(values), "processes": str(parallel.world())})
     for old in find(run.folder)[:-2]:

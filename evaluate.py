@@ -75,6 +75,7 @@ class Policy:
     tokenizer: object
     eos_ids: tuple[int, ...]
     prompt: Prompt = Prompt()
+    base: str = ""                      # where others find its base model: a folder or a hub id
 
     @property
     def is_chat(self) -> bool:
@@ -130,7 +131,8 @@ def open_policy(name: str, task: str, cache: str, device: str, dtype: str, promp
         raise ValueError(f"{folder}: its tokenizer cannot be read ({type(error).__name__}: {error})") from None
     if prompt.style == "chat" and not tokenizer.chat_template:
         raise ValueError(f"--prompt chat: {folder} has no chat template; use --prompt plain or auto")
-    policy = Policy(model, tokenizer, find_eos_ids(folder, tokenizer, model.config.vocab_size), prompt)
+    policy = Policy(model, tokenizer, find_eos_ids(folder, tokenizer, model.config.vocab_size), prompt,
+                    str(folder.absolute()) if name == "tiny" else name)
     if prompt.system and not policy.is_chat:
         raise ValueError("--system is a chat's: leave it out, or use --prompt chat and a model with a chat template")
     return policy
@@ -267,7 +269,7 @@ def export(policy: Policy, folder: Path, config: dict, steps: int, metrics: dict
     """Merged weights, tokenizer, end tokens and a model card, as a folder that transformers loads."""
     policy.tokenizer.save_pretrained(folder)
     write_json(folder / "generation_config.json", {"eos_token_id": list(policy.eos_ids)})
-    card.write(folder, config, steps, metrics, where, merged=True)
+    card.write(folder, policy.base, config, steps, metrics, where, merged=True)
     with lora.merged(policy.model):
         policy.model.save_pretrained(folder)                # last: config.json marks a folder that is complete
 
@@ -309,6 +311,8 @@ def measure_path(config: Config, given: set[str]) -> Measured:
     problems = data.load(config.data, config.split, config.problems)
     policy = open_policy(model, base_task, config.cache, config.device, config.dtype,
                          Prompt(config.prompt, config.system, config.instruction))
+    if is_run and not (path / "adapter" / "adapter_config.json").exists():
+        raise ValueError(f"{path} has no adapter yet: it stopped before its first checkpoint, resume it")
     if is_run:
         lora.load(policy.model, path / "adapter")
         ruler = Ruler.load(path / "ruler.safetensors", policy.model) if (path / "ruler.safetensors").exists() else None

@@ -29,7 +29,7 @@ from flags import Parser, fail
 COLOURS = {"sus": "#0072B2", "grpo": "#D55E00", "oracle": "#000000", "ss": "#009E73", "surprise": "#E69F00",
            "perplexity": "#CC79A7", "base": "#999999"}
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442", "#000000", "#999999")
-NAMES = {"sus": "SuS", "grpo": "GRPO", "oracle": "oracle", "ss": "SS only", "surprise": "SuS only", "perplexity": "perplexity",
+NAMES = {"sus": "SuS", "grpo": "GRPO", "oracle": "oracle", "ss": "SS only", "surprise": "surprise only", "perplexity": "perplexity",
          "base": "base model"}
 # Student's t, 97.5 %, by degrees of freedom; beyond them 1.96 + 2.5 / degrees is close.
 STUDENT = (math.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
@@ -227,14 +227,16 @@ def sensitivity(runs: list[Run]):
             found.setdefault(run.config[key], []).append(run)
     figure, axes = panels(len(changed), 3.8)
     for axis, (key, found) in zip(axes, sorted(changed.items())):
+        top = 0.0
         for metric, shade, marker in (("pass@1", PALETTE[0], "o"), ("pass@5", PALETTE[1], "s")):
             points = {value: mean_and_half([100 * (run.final(metric) or 0) for run in members])
                       for value, members in sorted(found.items())}
             means, halves = [m for m, _ in points.values()], [0 if math.isnan(h) else h for _, h in points.values()]
             axis.errorbar(range(len(points)), means, halves, color=shade, marker=marker, capsize=3, label=metric)
+            top = max(top, 1.4 * max(means), 1.0)           # two seeds may have intervals far beyond any percentage
         axis.set_xticks(range(len(points)), [f"{value:g}" for value in points])
         axis.set_xlabel({"alpha": "alpha", "lambda_ss": "lambda of SS", "lambda_sus": "lambda of SuS"}[key])
-        axis.set_ylim(bottom=0), axis.grid(alpha=0.25), axis.spines[["top", "right"]].set_visible(False)
+        axis.set_ylim(0, top), axis.grid(alpha=0.25), axis.spines[["top", "right"]].set_visible(False)
     axes[0].set_ylabel("%"), axes[0].legend(frameon=False)
     figure.suptitle("How much do the weights of the bonus matter?", fontsize=12)
     return figure

@@ -133,6 +133,7 @@ class Run:
                     write_lines(self.folder / f"{name}.jsonl", measured.samples)
                 write_text(self.folder / "samples.md", evaluate.show(measured.samples))
                 append_line(self.folder / "evaluations.jsonl", self.evaluations[self.step])
+                write_json(self.folder / "evaluation.json", self.evaluations[self.step])
         return self.evaluations[self.step]
 
     def rewards(self, problems: list, prompts: list, rollout: sample.Rollout, responses: list[str]) -> dict[str, Tensor]:
@@ -319,9 +320,8 @@ def main(argv: list[str] | None = None) -> None:
         train(run)
         after = run.evaluate()
         if not parallel.rank():
-            write_json(run.folder / "evaluation.json", after)
             where = f"{run.config.eval_split} problems of {run.config.data}"
-            card.write(run.folder / "adapter", asdict(run.config), run.step, after, where, merged=False)
+            card.write(run.folder / "adapter", run.policy.base, asdict(run.config), run.step, after, where, merged=False)
             log.summary(run.folder, run.evaluations.get(0), after)
     except (ValueError, OSError, FloatingPointError) as error:
         fail(f"{error}. {how_to_continue(run)}" if run and isinstance(error, OSError) else error)
