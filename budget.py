@@ -9,6 +9,10 @@
                  + LOGITS_AT_ONCE * 16                             a chunk of logits and its gradient
 with N = problems * samples and, for a micro-batch of b problems, tokens = b * (prompt + samples * new): a prompt goes through
 once a group. With --recompute only the inputs of the layers stay, and the activations of one layer at a time.
+
+    arithmetic   tokens of a step * P * (2 to read the prompts or sample + 2 reference + 4 update, 6 with --recompute)
+    traffic      new * (P * bytes + half of the keys and values)    what sampling reads, a position at a time
+so a step takes about arithmetic / (operations a second) + traffic / (bytes a second).
 """
 from dataclasses import asdict
 from pathlib import Path
@@ -70,11 +74,15 @@ def estimate(config, shape: ModelConfig, bytes: int) -> dict[str, float]:
     activations = tokens * shape.layers * shape.hidden_size * bytes + layer if config.recompute else layer * shape.layers
     naive = min(config.micro_batch, config.problems) * config.samples * config.max_new_tokens * shape.vocab_size * 4
     update = activations + min(grpo.LOGITS_AT_ONCE * 16, 4 * naive)
+    step_tokens = config.problems * prompt + rows * config.max_new_tokens
+    passes = 2 + 2 * (config.kl > 0) + 4 + 2 * config.recompute
     sampling = sum(module.weight.numel() for module in adapted) * bytes + 2 * kv + rows * shape.vocab_size * 22
     return {"base parameters": base, "adapter parameters": adapters, "base weights, GB": base * bytes / 1e9,
             "adapters and optimizer, GB": adapters * 16 / 1e9, "sampling, GB": sampling / 1e9, "update, GB": update / 1e9,
             "peak, GB": (base * bytes + adapters * 16 + max(sampling, update)) / 1e9,
             "logits of a micro-batch if they were kept, GB": naive / 1e9,
+            "arithmetic a step, TFLOP, at most": step_tokens * base * passes / 1e12,
+            "read while sampling a step, TB, at most": config.max_new_tokens * (base * bytes + kv / 2) / 1e12,
             "sampled tokens a step, at most": rows * config.max_new_tokens,
             "sampled tokens in all, at most": rows * config.max_new_tokens * config.steps}
 
@@ -88,6 +96,6 @@ def report(config) -> str:
     lines = [f"{name:50} {value}" for name, value in asdict(config).items()]
     lines += ["", f"expected, with weights of {bytes} bytes and prompts of about "
                   f"{PROMPT_TOKENS.get(config.data, QUESTION_TOKENS)} tokens:"]
-    lines += [f"{name:50} {value:,.2f}" if "GB" in name else f"{name:50} {value:,}"
+    lines += [f"{name:50} {value:,.2f}" if isinstance(value, float) else f"{name:50} {value:,}"
               for name, value in estimate(config, shape, bytes).items()]
     return "\n".join([*lines, "", "nothing was read but the model's shape, and nothing was written"])

@@ -35,7 +35,10 @@ class Ruler:
         points = embed(strategist.networks, features)
         centres = strategy.k_means(points, strategy.spread(points, CLUSTERS), 20)
         middle = points.mean(0)
-        _, vectors = torch.linalg.eigh((points - middle).T @ (points - middle))                  # rising eigenvalues
+        # In fp64 on the CPU, and not exactly singular: responses that are all alike must not keep it from converging.
+        spread = (points - middle).double().cpu()
+        _, vectors = torch.linalg.eigh(spread.T @ spread + 1e-9 * torch.eye(points.shape[1], dtype=torch.float64))
+        vectors = vectors.to(points)                        # rising eigenvalues
         plane = vectors[:, [-1, -2]] if points.shape[1] > 1 else vectors[:, [-1, -1]]            # (d, 2)
         plane = plane * plane.gather(0, plane.abs().argmax(0, keepdim=True)).sign()               # their sign is arbitrary
         return cls(strategist.networks, centres, middle, plane)

@@ -47,5 +47,8 @@ def test_recomputing_and_smaller_micro_batches_save_memory():
     shape = budget.shape_of(config.model)
     plain, recomputed = (budget.estimate(dataclasses.replace(config, recompute=r), shape, 2)["update, GB"] for r in (False, True))
     assert recomputed < plain / 5
+    found = budget.estimate(config, shape, 2)               # 8 problems of 150 tokens with 8 x 256 each, eight passes with KL
+    tokens = 8 * (150 + 8 * 256)
+    assert found["arithmetic a step, TFLOP, at most"] == pytest.approx(tokens * found["base parameters"] * 8 / 1e12)
     with pytest.raises(ValueError, match="cannot tell the shape"):
         budget.shape_of("someone/something")
