@@ -132,8 +132,8 @@ class Run:
                 for name in ("samples", *([] if self.step else ["samples-before"])):
                     write_lines(self.folder / f"{name}.jsonl", measured.samples)
                 write_text(self.folder / "samples.md", evaluate.show(measured.samples))
-                append_line(self.folder / "evaluations.jsonl", self.evaluations[self.step])
                 write_json(self.folder / "evaluation.json", self.evaluations[self.step])
+                append_line(self.folder / "evaluations.jsonl", self.evaluations[self.step])     # last: the evaluation is complete
         return self.evaluations[self.step]
 
     def rewards(self, problems: list, prompts: list, rollout: sample.Rollout, responses: list[str]) -> dict[str, Tensor]:
