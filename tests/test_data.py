@@ -176,3 +176,22 @@ def test_gsm8k_from_a_folder():
     for line in (Path(folder) / "test.jsonl").read_text().splitlines():
         record = json.loads(line)
         assert data.make_question(record, "here").judge(record["answer"]) == 1
+
+
+def test_gsm8k_through_datasets(monkeypatch):
+    """The hub's rows, as `datasets` gives them; and one line when it cannot."""
+    import datasets
+    rows = [{"question": "Two and two?", "answer": "It is <<2+2=4>>4.\n#### 4"}, {"question": "Big?", "answer": "#### 1,200"}]
+
+    def load_dataset(name, config, split):
+        assert (name, config) == ("openai/gsm8k", "main")
+        if split == "test":
+            raise ConnectionError("no network")
+        return datasets.Dataset.from_list(rows)
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    found = data.load("gsm8k", "train", 0)
+    assert sorted((problem.question, problem.answer) for problem in found) == [("Big?", 1200), ("Two and two?", 4)]
+    with pytest.raises(ValueError, match="gsm8k cannot be had.*ConnectionError"):
+        data.load("gsm8k", "test", 10)
+    with pytest.raises(ValueError, match="no validation split"):
+        data.load("gsm8k", "validation", 10)
