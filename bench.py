@@ -73,6 +73,14 @@ def timed(function, *arguments) -> tuple[float, object]:
     return time.perf_counter() - begin, result
 
 
+def peak_memory() -> int:
+    """Bytes. Linux counts a process's getrusage from the one that started it, its own status does not."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        return int(next(line.split()[1] for line in status.read_text().splitlines() if line.startswith("VmHWM"))) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
 def make_model(shape: dict) -> Transformer:
     """Random weights, frozen, with adapters that are no longer zero."""
     model = Transformer(ModelConfig.from_dict(shape))
@@ -223,7 +231,7 @@ def limits(folder: Path) -> None:
     adapters = sum(p.numel() for p in lora.parameters(model).values())
     tokens, scored = 2 * 35 + 2 * SAMPLES * NEW_TOKENS, 2 * SAMPLES * NEW_TOKENS
     work = tokens * (4 * matrices + 6 * adapters) + 4 * scored * model.head.numel()
-    large = torch.empty(2 ** 28)
+    large = torch.ones(2 ** 28)
     shares, bandwidth = [], []
     for round in range(2 * ROUNDS + 1):
         peak = max(2 * 1536 ** 3 / timed(torch.mm, *square)[0] for _ in range(5))
@@ -267,7 +275,7 @@ def overhead(folder: Path) -> None:
             spent[-1] += seconds
             return result
         setattr(run.strategist, name, wrapped)
-    pooling, base_features = [], train.strategy.encoder.base_features
+    base_features = train.strategy.encoder.base_features
 
     def pooled(*arguments):
         seconds, result = timed(base_features, *arguments)
@@ -299,12 +307,12 @@ def grow(what: str, value: int) -> tuple[float, int]:
     found = sample.Rollout(torch.randint(sizes["vocabulary"], (rows, sizes["response length"])), torch.full((rows,), sizes["response length"]),
                            torch.zeros(rows, sizes["response length"]), torch.ones(rows).bool())
     advantages, settings = torch.randn(2, sizes["group size"]), grpo.LossSettings(micro_batch=1, max_new_tokens=sizes["response length"])
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    before = peak_memory()
     seconds = []
     for _ in range(3):
         model.zero_grad()
         seconds.append(timed(grpo.accumulate_gradient, model, prompts, found, advantages, settings)[0])
-    return min(seconds), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+    return min(seconds), peak_memory() - before
 
 
 def growth(folder: Path) -> None:
@@ -349,7 +357,7 @@ def child(kind: str, *words: str) -> None:
             take(number)
     else:
         trl_side(words[1], Path(words[2]), 2)
-    print(json.dumps(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024))
+    print(json.dumps(peak_memory()))
 
 
 def main(argv: list[str] | None = None) -> None:
