@@ -44,7 +44,6 @@ LARGE = {**tiny.CONFIG, "vocab_size": 49152, "hidden_size": 576, "intermediate_s
          "num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 2048}
 TINY = {**tiny.CONFIG, "max_position_embeddings": 2048}
 SAMPLES, NEW_TOKENS, ROUNDS = 8, 64, 3
-SETTINGS = grpo.LossSettings(kl=0.04, max_new_tokens=NEW_TOKENS, micro_batch=8)
 PARTS = ("rollout", "step", "memory", "limits", "overhead", "growth")
 PEERS = ("trl", "peft", "accelerate")
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import lora
+import parallel
 from model import SharedPrefix, Transformer
 from sample import Rollout, pad_left
 
@@ -73,6 +74,11 @@ def features(query_states: Tensor, query_mask: Tensor, response_states: Tensor, 
 
 def join(parts: list[Features]) -> Features:
     return Features(*(torch.cat([getattr(part, field.name) for part in parts]) for field in fields(Features)))
+
+
+def gather(batch: Features) -> Features:
+    """Every rank's features, in the order of the whole batch."""
+    return Features(*map(parallel.gather, vars(batch).values()))
 
 
 @torch.no_grad()

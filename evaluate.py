@@ -175,8 +175,8 @@ def evaluate(policy: Policy, problems: list, samples: int, temperature: float, m
     responses, found, known = [], [], {}
     prompts = policy.encode(problems)
     starts = range(0, len(prompts), batch)
-    mine = parallel.share(starts) or starts[:1]             # a rank too many looks at the first batch and is not asked
-    for i in tqdm(mine, "evaluating", disable=not progress or parallel.rank(), leave=False):
+    mine = parallel.share(starts)
+    for i in tqdm(mine or starts[:1], "evaluating", disable=not progress or parallel.rank(), leave=False):
         rollout = sample.generate(policy.model, prompts[i:i + batch], samples, max_new_tokens, temperature,
                                   policy.eos_ids, sample.seeded(seed, "evaluation", i))
         texts = policy.decode(rollout)
@@ -185,11 +185,11 @@ def evaluate(policy: Policy, problems: list, samples: int, temperature: float, m
             known.setdefault(name, []).extend(value.tolist())
         found.append(encoder.base_features(policy.model, prompts[i:i + batch], rollout, strategy.Settings().layer, batch,
                                            sample.seeded(seed, "views", i)))
-    if not parallel.share(starts):
+    if not mine:                                            # a rank too many: it looked at a batch for the shapes alone
         responses, found, known = [], [encoder.Features(*(part[:0] for part in vars(found[0]).values()))], dict.fromkeys(known, [])
     responses = sum(parallel.gather_values(responses), [])
     known = {name: sum(parallel.gather_values(values), []) for name, values in known.items()}
-    features = encoder.Features(*map(parallel.gather, vars(encoder.join(found)).values()))
+    features = encoder.gather(encoder.join(found))
     ruler = ruler or Ruler.fit(policy.model, features)
     known["cluster"], known["place"] = (part.tolist() for part in ruler.read(features))
     groups = [responses[i:i + samples] for i in range(0, len(responses), samples)]

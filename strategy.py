@@ -258,7 +258,7 @@ class Strategist:
 
     def observe(self, batch: Features, correct: Tensor) -> Features:
         """Take in a batch and what came of it, every rank's share -> the whole batch."""
-        batch = Features(*map(parallel.gather, vars(batch).values()))
+        batch = encoder.gather(batch)
         self.take_in(batch, parallel.gather(correct))
         return batch
 

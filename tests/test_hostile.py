@@ -20,7 +20,6 @@ from safetensors.torch import save
 
 import answers
 import data
-import evaluate
 import files
 import flags
 import knobs
