@@ -3,17 +3,21 @@
     weights      P * bytes                                         the frozen base, P parameters
     adapters     A * 16                                            fp32 weight, gradient and AdamW's two moments
     sampling     M * bytes                                         merged copies of the M adapted weights
-                 + N * (prompt + new) * layers * 2 * kv_width * bytes        keys and values, up to twice that while they grow
-                 + N * V * 22                                      one position's logits, log-probabilities and their sum
+                 + (problems * prompt + N * new) * layers * 2 * kv_width * bytes    keys and values, a prompt's once a group
+                 + N * V * 12                                      one position's logits and probabilities
     update       tokens * layers * activation_bytes                activations of one micro-batch
-                 + LOGITS_AT_ONCE * 16                             a chunk of logits and its gradient
+                 + LOGITS_AT_ONCE * 12                             a chunk of logits, its softmax and what goes between
 with N = problems * samples and, for a micro-batch of b problems, tokens = b * (prompt + samples * new): a prompt goes through
 once a group. With --recompute only the inputs of the layers stay, and the activations of one layer at a time.
 
     arithmetic   tokens of a step * P * (2 to read the prompts or sample + 2 reference + 4 update, 6 with --recompute)
     traffic      new * (P * bytes + half of the keys and values)    what sampling reads, a position at a time
 so a step takes about arithmetic / (operations a second) + traffic / (bytes a second).
+
+`reuse_memory` is called before any of it.
 """
+import ctypes
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -34,6 +38,14 @@ PROMPT_TOKENS = {"countdown": 9, "countdown4": 11}          # and for word probl
 QUESTION_TOKENS = 150
 
 
+def reuse_memory() -> None:
+    """Let freed memory be used again at once. By default glibc gives large blocks back to the system, and every new tensor
+    then pays for fresh pages: a quarter or more of the time of an update on a CPU. Elsewhere this does nothing."""
+    if sys.platform == "linux" and hasattr(library := ctypes.CDLL(None), "mallopt"):
+        for option, value in ((-8, 1), (-3, 2 ** 30), (-1, 2 ** 31 - 1)):       # one arena; when to map; when to give back
+            library.mallopt(option, value)
+
+
 def shape_of(name: str) -> ModelConfig:
     """From the name alone, a folder, or the hub's cache; nothing is fetched and nothing is built."""
     if name == "tiny":
@@ -51,12 +63,9 @@ def shape_of(name: str) -> ModelConfig:
 
 
 def activation_bytes(shape: ModelConfig, bytes: int, rank: int) -> float:
-    """What the update keeps for the backward pass, a token and layer; counted from the tensors that autograd saves.
-
-    On a bf16 base the adapters' fp32 inputs weigh more than the states themselves.
-    """
+    """What the update keeps for the backward pass, a token and layer; counted from the tensors that autograd saves."""
     sizes = (shape.hidden_size, shape.heads * shape.head_dim, 2 * shape.kv_heads * shape.head_dim, shape.intermediate_size, rank)
-    weights = (16, 8.1, 6.3, 16, 38) if bytes == 4 else (28, 8.1, 3.2, 10, 35)
+    weights = (17.1, 7.5, 6.3, 12.1, 33) if bytes == 4 else (12.6, 3.8, 3.1, 6.1, 31)
     return sum(size * weight for size, weight in zip(sizes, weights))
 
 
@@ -68,15 +77,15 @@ def estimate(config, shape: ModelConfig, bytes: int) -> dict[str, float]:
     adapted = [module for name, module in model.named_modules() if name.rpartition(".")[2] in config.targets]
     adapters = sum(config.rank * (module.in_features + module.out_features) for module in adapted)
     prompt, rows = PROMPT_TOKENS.get(config.data, QUESTION_TOKENS), config.problems * config.samples
-    kv = rows * (prompt + config.max_new_tokens) * shape.layers * 2 * shape.kv_heads * shape.head_dim * bytes
+    kv = (config.problems * prompt + rows * config.max_new_tokens) * shape.layers * 2 * shape.kv_heads * shape.head_dim * bytes
     tokens = min(config.micro_batch, config.problems) * (prompt + config.samples * config.max_new_tokens)
     layer = tokens * activation_bytes(shape, bytes, config.rank)
     activations = tokens * shape.layers * shape.hidden_size * bytes + layer if config.recompute else layer * shape.layers
     naive = min(config.micro_batch, config.problems) * config.samples * config.max_new_tokens * shape.vocab_size * 4
-    update = activations + min(grpo.LOGITS_AT_ONCE * 16, 4 * naive)
+    update = activations + min(grpo.LOGITS_AT_ONCE * 12, 3 * naive)
     step_tokens = config.problems * prompt + rows * config.max_new_tokens
     passes = 2 + 2 * (config.kl > 0) + 4 + 2 * config.recompute
-    sampling = sum(module.weight.numel() for module in adapted) * bytes + 2 * kv + rows * shape.vocab_size * 22
+    sampling = sum(module.weight.numel() for module in adapted) * bytes + kv + rows * shape.vocab_size * 12
     return {"base parameters": base, "adapter parameters": adapters, "base weights, GB": base * bytes / 1e9,
             "adapters and optimizer, GB": adapters * 16 / 1e9, "sampling, GB": sampling / 1e9, "update, GB": update / 1e9,
             "peak, GB": (base * bytes + adapters * 16 + max(sampling, update)) / 1e9,

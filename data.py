@@ -115,13 +115,18 @@ def random_problem(size: int, rng: random.Random) -> Countdown:
 
 
 def countdown(split: str, count: int, seed: int, size: int = 3) -> list[Countdown]:
-    """`count` problems of one split, all solvable; common ones may repeat."""
-    rng = random.Random(f"countdown {split} {size} {seed}")
-    problems = []
+    """`count` problems of one split, all solvable. Common ones repeat in training, never where policies are measured."""
+    rng, problems, seen, missed = random.Random(f"countdown {split} {size} {seed}"), [], set(), 0
     while len(problems) < count:
         problem = random_problem(size, rng)
-        if split_of(f"{sorted(problem.numbers)} {problem.target}") == split:            # whatever their order
+        key = f"{sorted(problem.numbers)} {problem.target}"                              # whatever their order
+        if split_of(key) == split and key not in seen:
             problems.append(problem)
+            missed = 0
+            if split != "train":
+                seen.add(key)
+        elif (missed := missed + 1) == 10_000:                                           # there are no more: begin again
+            seen.clear()
     return problems
 
 

@@ -19,14 +19,13 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 import lora
 import parallel
 from model import SharedPrefix, Transformer
 from sample import Rollout, pad_left
 
-LOGITS_AT_ONCE = 2 ** 24                # at most this many logits exist at a time: 64 MB in fp32
+LOGITS_AT_ONCE = 2 ** 23                # at most this many logits exist at a time: 32 MB in fp32
 MAX_LOG_RATIO = 20.0                    # exp(20) is large and finite
 
 
@@ -66,19 +65,32 @@ def token_weights(lengths: Tensor, max_new_tokens: int, normalise: str, whole: T
     raise ValueError(f"loss normalisation is {normalise!r}, expected token, sequence or constant")
 
 
-def target_logprobs(hidden: Tensor, head: Tensor, targets: Tensor, temperature: float) -> Tensor:
-    """hidden (n, D), head (V, D), targets (n,) -> log-probability of each target (n,), in fp32."""
-    logits = F.linear(hidden, head).float() / temperature                                        # (n, V)
-    return -F.cross_entropy(logits, targets, reduction="none")
+class TargetLogprobs(torch.autograd.Function):
+    """hidden (n, D), head (V, D), targets (n,) -> log-probability of each target (n,), in fp32.
 
+    A chunk of rows at a time, so that never more than LOGITS_AT_ONCE logits exist. The head is frozen, so all that backward
+    needs is d logp / d hidden = (head[target] - softmax(logits) head) / temperature, (n, D), and it is made on the way: no
+    logits are kept, and none are computed twice.
+    """
+    @staticmethod
+    def forward(ctx, hidden, head, targets, temperature):
+        logprobs = hidden.new_empty(len(hidden), dtype=torch.float32)
+        slopes = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        for i in range(0, len(hidden), size := max(1, LOGITS_AT_ONCE // len(head))):
+            rows, target = slice(i, i + size), targets[i:i + size]
+            logits = F.linear(hidden[rows], head).float().div_(temperature)                      # (size, V)
+            total = logits.logsumexp(1)
+            logprobs[rows] = logits.gather(1, target[:, None])[:, 0] - total
+            if slopes is not None:
+                softmax = logits.sub_(total[:, None]).exp_().to(head.dtype)
+                slopes[rows] = (head[target] - softmax @ head) / temperature
+        ctx.save_for_backward(slopes)
+        return logprobs
 
-def chunked_logprobs(hidden: Tensor, head: Tensor, targets: Tensor, temperature: float) -> Tensor:
-    """The same, never holding more than LOGITS_AT_ONCE logits: backward computes each chunk's again."""
-    size = max(1, LOGITS_AT_ONCE // head.shape[0])
-    if len(hidden) <= size:
-        return target_logprobs(hidden, head, targets, temperature)
-    return torch.cat([checkpoint(target_logprobs, h, head, t, temperature, use_reentrant=False)
-                      for h, t in zip(hidden.split(size), targets.split(size))])
+    @staticmethod
+    def backward(ctx, grad):
+        slopes, = ctx.saved_tensors
+        return grad[:, None].to(slopes.dtype) * slopes, None, None, None
 
 
 def score(model: Transformer, prompts: list[list[int]], ids: Tensor, mask: Tensor, temperature: float) -> Tensor:
@@ -93,7 +105,7 @@ def score(model: Transformer, prompts: list[list[int]], ids: Tensor, mask: Tenso
     start = None if start is None else start.repeat_interleave(samples)
     rest = model.hidden(ids[:, :-1], start, prefix)                                              # (N, T - 1, D)
     hidden = torch.cat((last, rest), dim=1)[mask]                                                # (n, D)
-    logprobs = chunked_logprobs(hidden, model.head, ids[mask], temperature)
+    logprobs = TargetLogprobs.apply(hidden, model.head, ids[mask], temperature)
     return torch.zeros(mask.shape, device=ids.device).masked_scatter(mask, logprobs)
 
 

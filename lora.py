@@ -30,18 +30,45 @@ class LoRALinear(nn.Linear):
     def __init__(self, base: nn.Linear, rank: int, alpha: float, generator: torch.Generator):
         nn.Module.__init__(self)
         self.in_features, self.out_features = base.in_features, base.out_features
-        self.weight, self.bias, self.scale, self.enabled = base.weight, base.bias, alpha / rank, True
+        self.bias, self.scale, self.enabled = base.bias, alpha / rank, True
+        # fp32 is kept transposed in memory: a CPU multiplies few rows by it faster, in the worst case twice as fast.
+        weight = base.weight.t().contiguous().t() if base.weight.dtype == torch.float32 else base.weight
+        self.weight = nn.Parameter(weight, requires_grad=False)
         bound = 1 / math.sqrt(base.in_features)             # PEFT's initialisation, kaiming_uniform(a=sqrt(5))
         A = torch.empty(rank, base.in_features).uniform_(-bound, bound, generator=generator)
         self.lora_A = nn.Parameter(A.to(base.weight.device))
         self.lora_B = nn.Parameter(torch.zeros(base.out_features, rank, device=base.weight.device))
 
     def forward(self, x: Tensor) -> Tensor:
-        y = F.linear(x, self.weight, self.bias)
         if not self.enabled:
-            return y
-        delta = F.linear(F.linear(x.float(), self.lora_A), self.lora_B)
-        return y + (self.scale * delta).to(y.dtype)
+            return F.linear(x, self.weight, self.bias)
+        return Adapted.apply(x, self.weight, self.bias, self.lora_A, self.lora_B, self.scale)
+
+
+class Adapted(torch.autograd.Function):
+    """y = W x + b + scale B A x, adding the thin products in place: autograd alone would make a full-sized tensor for
+    each term, forward and backward. Only x and A x are kept, and there is no gradient for W."""
+    @staticmethod
+    def forward(ctx, x, weight, bias, A, B, scale):
+        rows = x.flatten(0, -2)                                                                  # (n, in)
+        inner = rows.float() @ A.t() * scale                                                     # (n, rank)
+        y = F.linear(rows, weight, bias)
+        y = y.addmm_(inner, B.t()) if y.dtype == B.dtype else y + (inner @ B.t()).to(y.dtype)
+        ctx.save_for_backward(rows, inner, weight, A, B)
+        ctx.scale = scale
+        return y.unflatten(0, x.shape[:-1])
+
+    @staticmethod
+    def backward(ctx, grad):
+        rows, inner, weight, A, B = ctx.saved_tensors
+        flat = grad.flatten(0, -2)                                                               # (n, out)
+        thin = flat.float() @ B * ctx.scale                                                      # (n, rank)
+        x = None
+        if ctx.needs_input_grad[0]:
+            x = flat @ weight
+            x = x.addmm_(thin, A) if x.dtype == A.dtype else x + (thin @ A).to(x.dtype)
+            x = x.unflatten(0, grad.shape[:-1])
+        return x, None, None, thin.t() @ rows.float(), flat.float().t() @ inner, None
 
 
 def layers(model: nn.Module) -> dict[str, LoRALinear]:
@@ -88,6 +115,23 @@ def disabled(model: nn.Module):
             layer.enabled = True
 
 
+@torch.no_grad()
+def merge(projections: list[nn.Linear]) -> Tensor:
+    """W + scale * B A of several layers with one input, as one matrix, in W's dtype and layout."""
+    weights, rows = [layer.weight for layer in projections], [layer.out_features for layer in projections]
+    flipped = not weights[0].is_contiguous()
+    result = weights[0].new_empty(*((weights[0].shape[1], sum(rows)) if flipped else (sum(rows), weights[0].shape[1])))
+    result = result.t() if flipped else result
+    for layer, part in zip(projections, result.split(rows)):
+        if not isinstance(layer, LoRALinear):
+            part.copy_(layer.weight)
+        elif part.dtype == torch.float32:
+            torch.addmm(layer.weight.t(), layer.lora_A.t(), layer.lora_B.t(), alpha=layer.scale, out=part.t())
+        else:
+            part.copy_(layer.weight.float() + layer.scale * (layer.lora_B @ layer.lora_A))
+    return result
+
+
 @contextmanager
 def merged(model: nn.Module):
     """Inside, W is W + scale * B A and the adapters cost nothing. The original tensors are set aside, not
@@ -96,9 +140,7 @@ def merged(model: nn.Module):
     originals = [layer.weight for layer in wrapped]
     try:
         for layer in wrapped:
-            delta = layer.scale * (layer.lora_B.detach() @ layer.lora_A.detach())
-            weight = (layer.weight.float() + delta).to(layer.weight.dtype)
-            layer.weight = nn.Parameter(weight, requires_grad=False)
+            layer.weight = nn.Parameter(merge([layer]), requires_grad=False)
         with disabled(model):
             yield model
     finally:

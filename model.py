@@ -159,7 +159,20 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(Gated.apply(self.gate_proj(x), self.up_proj(x)))
+
+
+class Gated(torch.autograd.Function):
+    """silu(gate) * up. Keeps gate and up only, where autograd alone would keep silu(gate) too."""
+    @staticmethod
+    def forward(ctx, gate, up):
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx, grad):
+        gate, up = ctx.saved_tensors
+        return torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)
 
 
 class Layer(nn.Module):
@@ -175,32 +188,6 @@ class Layer(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache, offset: int) -> Tensor:
         x = self.attend(x, cos, sin, mask, cache, offset)
         return x + self.mlp(self.post_attention_layernorm(x))
-
-
-class Cache:
-    """Keys and values for sampling: written in place into room that doubles when it is full."""
-    def __init__(self):
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
-        self.length = 0                                     # slots in use; the model advances it
-
-    def append(self, layer: int, k: Tensor, v: Tensor, offset: int) -> tuple[Tensor, Tensor]:
-        if layer == len(self.keys):
-            self.keys.append(k.new_empty(*k.shape[:2], 0, k.shape[3]))
-            self.values.append(v.new_empty(*v.shape[:2], 0, v.shape[3]))
-        end = offset + k.shape[2]
-        for store, new in ((self.keys, k), (self.values, v)):
-            if end > store[layer].shape[2]:
-                full = store[layer]
-                store[layer] = full.new_empty(*full.shape[:2], 2 * end, full.shape[3])
-                store[layer][:, :, :offset] = full[:, :, :offset]
-            store[layer][:, :, offset:end] = new
-        return self.keys[layer][:, :, :end], self.values[layer][:, :, :end]      # (rows, kv_heads, end, head_dim)
-
-    def select(self, rows: Tensor) -> None:
-        """Keep these rows, in this order and with repeats: share a prefill, or drop finished rows."""
-        self.keys = [t.index_select(0, rows) for t in self.keys]
-        self.values = [t.index_select(0, rows) for t in self.values]
 
 
 class SharedPrefix:

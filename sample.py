@@ -15,8 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import lora
-from model import Cache, ModelConfig, Transformer
+from decode import Decoder
+from model import ModelConfig, SharedPrefix, Transformer
+
+BLOCK = 128                             # tokens of the vocabulary that are summed at a time
 
 
 @dataclass
@@ -50,16 +52,27 @@ def draw(logits: Tensor, temperature: float, uniform: Tensor) -> tuple[Tensor, T
     """logits (n, V), uniform (n,) in [0, 1) -> tokens (n,) and their log-probabilities (n,)."""
     if temperature == 0:
         return logits.argmax(-1), logits.new_zeros(len(logits), dtype=torch.float32)
-    logprobs = F.log_softmax(logits.float() / temperature, dim=-1)
-    # Inverse transform sampling: thirty times faster on a CPU than multinomial's V random numbers a row.
-    # In fp64 (mps has none) no token's probability is lost in the sum, and rounding cannot reach past its end.
-    cumulative = logprobs.exp().cumsum(-1, dtype=torch.float32 if logits.device.type == "mps" else torch.float64)
-    total = cumulative[:, -1:]
+    probabilities = F.softmax(logits.float() / temperature, dim=-1)
+    # Inverse transform sampling: one random number a row where multinomial draws V of them. First the block of the
+    # vocabulary, then the token in it, so that sums in fp64 (mps has none) are short.
+    blocks = F.pad(probabilities, (0, -logits.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))        # (n, V / BLOCK, BLOCK)
+    wide = torch.float32 if logits.device.type == "mps" else torch.float64
+    sums = blocks.sum(2).to(wide)
+    total = sums.sum(1, keepdim=True)
     if not total.isfinite().all():
         raise FloatingPointError("the model's logits are not finite: its weights may be damaged, or the learning rate too high")
-    threshold = torch.minimum(uniform[:, None].to(cumulative) * total, total.nextafter(torch.zeros_like(total)))
-    tokens = torch.searchsorted(cumulative, threshold, right=True)[:, 0]
-    return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
+    block, rest = find(sums, uniform[:, None].to(wide) * total)
+    token, _ = find(blocks[torch.arange(len(blocks), device=block.device), block[:, 0]].to(wide), rest)
+    tokens = block * BLOCK + token
+    return tokens[:, 0], probabilities.gather(1, tokens)[:, 0].log()
+
+
+def find(weights: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
+    """weights (n, K) laid end to end, place (n, 1) -> the weight at this place, never one that is zero, and the place in it."""
+    ends = weights.cumsum(1)
+    place = torch.minimum(place.clamp(min=0), ends[:, -1:].nextafter(torch.zeros_like(place)))
+    index = torch.searchsorted(ends, place, right=True)
+    return index, place - (ends - weights).gather(1, index)
 
 
 def generate(model: Transformer, prompts: list[list[int]], samples: int, max_new_tokens: int, temperature: float,
@@ -72,30 +85,45 @@ def generate(model: Transformer, prompts: list[list[int]], samples: int, max_new
     lengths = torch.full((N,), max_new_tokens, device=device)
     finished = torch.zeros(N, dtype=torch.bool, device=device)
     ends = torch.tensor(eos_ids, device=device)
-    with torch.inference_mode(), lora.merged(model):
-        cache = Cache()
-        prompt_ids, start = pad_left(prompts, device)
-        hidden = model.hidden(prompt_ids, start, cache)[:, -1]                   # (B, D)
-        rows = torch.arange(N, device=device)                                    # the unfinished responses
-        cache.select(rows // samples)
-        hidden, start = hidden[rows // samples], None if start is None else start[rows // samples]
+    uniform = torch.rand(max_new_tokens, N, generator=generator, dtype=torch.float64).to(device)
+    with torch.inference_mode():
+        prefix, (prompt_ids, start) = SharedPrefix(samples), pad_left(prompts, device)
+        hidden = model.hidden(prompt_ids, start, prefix)[:, -1].repeat_interleave(samples, dim=0)            # (N, D)
+        decoder = Decoder(model, prefix, start, samples, max_new_tokens)
+        rows = torch.arange(N, device=device).view(-1, samples)                              # (B, G), the rows still decoded
         for t in range(max_new_tokens):
-            uniform = torch.rand(N, generator=generator, dtype=torch.float64)[rows.cpu()].to(device)
-            tokens, token_logprobs = draw(F.linear(hidden, model.head), temperature, uniform)
-            ids[rows, t], logprobs[rows, t] = tokens, token_logprobs
-            ended = torch.isin(tokens, ends)
-            lengths[rows[ended]], finished[rows[ended]] = t + 1, True
-            if ended.any():
-                alive = (~ended).nonzero()[:, 0]
-                rows, tokens = rows[alive], tokens[alive]
-                if not len(rows):
+            flat = rows.flatten()
+            tokens, ids_logprobs = draw(F.linear(hidden, model.head), temperature, uniform[t, flat])         # (B * G,) each
+            ids[flat, t], logprobs[flat, t] = tokens, ids_logprobs
+            ended = flat[(tokens[:, None] == ends).any(1) & ~finished[flat]]
+            if len(ended):
+                lengths[ended], finished[ended] = t + 1, True
+                if finished.all():
                     break
-                cache.select(alive)
-                start = None if start is None else start[alive]
+                rows, kept = shrink(rows, ~finished[rows], decoder)
+                tokens = tokens[kept]
             if t + 1 < max_new_tokens:
-                hidden = model.hidden(tokens[:, None], start, cache)[:, 0]       # (n, D)
+                hidden = decoder.step(tokens.view_as(rows))                                  # (B * G, D)
+    rollout = Rollout(ids, lengths, logprobs, finished)
+    ids[~rollout.mask()], logprobs[~rollout.mask()] = 0, 0              # what finished rows were given while they waited
     T = int(lengths.max())
     return Rollout(ids[:, :T], lengths, logprobs[:, :T], finished)
+
+
+def shrink(rows: Tensor, alive: Tensor, decoder: Decoder) -> tuple[Tensor, Tensor]:
+    """rows, alive (B, G) -> the smallest rectangle of rows (B', G') that has all living ones, and its places among B * G.
+
+    Finished groups leave, and of the others as many responses as the largest still has: a finished one may wait a while.
+    """
+    B, G = rows.shape
+    counts = alive.sum(1)
+    groups, width = counts.nonzero()[:, 0], int(counts.max())
+    columns = (~alive[groups]).long().argsort(dim=1, stable=True)[:, :width]                     # the living first
+    if columns.numel() < rows.numel():
+        decoder.keep(groups, columns)
+    else:
+        groups, columns = torch.arange(B, device=rows.device), torch.arange(G, device=rows.device).expand(B, G)
+    return rows[groups].gather(1, columns), (groups[:, None] * G + columns).flatten()
 
 
 def check(prompts: list[list[int]], samples: int, max_new_tokens: int, temperature: float, config: ModelConfig) -> None:

@@ -303,6 +303,7 @@ def start(config: Config) -> Run:
 
 
 def main(argv: list[str] | None = None) -> None:
+    budget.reuse_memory()
     config, given = parse(Config, __doc__, argv)
     config, run = replace(config, **{name: value for name, value in PRESETS[config.preset].items() if name not in given}), None
     try:

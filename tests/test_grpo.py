@@ -115,6 +115,16 @@ def test_chunks_of_the_vocabulary_change_nothing(model, rollout, monkeypatch):
     assert_same(chunked, whole)
 
 
+def test_the_hand_written_slope_of_a_log_probability_is_autograds():
+    generator = torch.Generator().manual_seed(0)
+    hidden, head = torch.randn(11, 6, generator=generator, dtype=torch.float64), torch.randn(37, 6, generator=generator, dtype=torch.float64)
+    targets, weights = torch.arange(11) * 3, torch.randn(11, generator=generator)
+    ours, theirs = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
+    (grpo.TargetLogprobs.apply(ours, head, targets, 0.7) * weights).sum().backward()
+    ((theirs @ head.T / 0.7).log_softmax(-1)[torch.arange(11), targets] * weights).sum().backward()
+    torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("normalise", ["token", "sequence", "constant"])
 @pytest.mark.parametrize("kl", [0.0, 0.1])
 def test_the_gradient_is_the_same_for_every_micro_batch_size(model, rollout, normalise, kl):
@@ -204,7 +214,7 @@ def test_bf16_scores_in_fp32(rollout):
     _, vector = gradient(model, rollout, replace(SETTINGS, kl=0.0))
     assert vector.dtype == torch.float32 and vector.isfinite().all() and (vector != 0).any()
     hidden, head = torch.randn(9, 36).bfloat16(), model.head
-    logprobs = grpo.target_logprobs(hidden, head, torch.arange(9), 1.0)
+    logprobs = grpo.TargetLogprobs.apply(hidden, head, torch.arange(9), 1.0)
     expected = (hidden @ head.T).double().log_softmax(-1)[torch.arange(9), torch.arange(9)]
     torch.testing.assert_close(logprobs.double(), expected, atol=1e-5, rtol=1e-5)
 

@@ -61,6 +61,21 @@ def test_merging_keeps_the_function_and_restores_the_bits(dtype):
     assert torch.equal(model(IDS), expected)
 
 
+def test_the_adapted_layer_has_autograds_gradient():
+    generator = torch.Generator().manual_seed(0)
+    x, W, A, B = (torch.randn(*shape, generator=generator) for shape in ((2, 5, 6), (7, 6), (3, 6), (7, 3)))
+    bias = torch.randn(7, generator=generator)
+    for frozen_input in (False, True):                      # the first layer's input needs no gradient
+        ours, theirs = ([x.clone().requires_grad_(not frozen_input), A.clone().requires_grad_(), B.clone().requires_grad_()] for _ in range(2))
+        y = lora.Adapted.apply(ours[0], W, bias, ours[1], ours[2], 1.7)
+        expected = theirs[0] @ W.T + bias + 1.7 * (theirs[0] @ theirs[1].T) @ theirs[2].T
+        torch.testing.assert_close(y, expected)
+        y.square().sum().backward(), expected.square().sum().backward()
+        for a, b in zip(ours[frozen_input:], theirs[frozen_input:]):
+            torch.testing.assert_close(a.grad, b.grad, atol=1e-3, rtol=1e-4)
+        assert frozen_input == (ours[0].grad is None)
+
+
 def test_adapters_are_fp32_on_any_base_and_only_they_learn():
     model = lora.apply(small_model().to(torch.bfloat16))
     assert all(parameter.dtype == torch.float32 for parameter in lora.parameters(model).values())

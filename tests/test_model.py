@@ -7,7 +7,7 @@ import transformers
 from conftest import small_config, small_model
 from safetensors.torch import load_file, save_file
 
-from model import Cache, ModelConfig, SharedPrefix, Transformer
+from model import Gated, ModelConfig, SharedPrefix, Transformer
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 16}
@@ -69,22 +69,6 @@ def test_sharded_folders_and_bf16(tmp_path):
     assert (half(ids) - expected).abs().max() < 0.05 * expected.abs().max()
 
 
-@pytest.mark.parametrize("family", ["qwen2", "llama", "qwen3"])
-def test_cached_decoding_equals_the_uncached_forward(family):
-    model = small_model(family)
-    ids, cache, cached = torch.tensor([[3, 5, 7]]), Cache(), []
-    new = ids
-    for _ in range(30):                                                 # long enough to grow the cache several times
-        logits = model(new, cache=cache)[:, -1]
-        torch.testing.assert_close(logits, model(ids)[:, -1], atol=1e-4, rtol=1e-4)
-        new = logits.argmax(-1, keepdim=True)
-        assert torch.equal(new, model(ids)[:, -1:].argmax(-1))
-        ids = torch.cat((ids, new), dim=1)
-        cached.append(cache.keys[0].data_ptr())
-    assert cache.length == 32
-    assert len(set(cached)) <= 5                                        # room doubles, it is not made anew a token
-
-
 def test_left_padding_changes_nothing():
     model = small_model("qwen3")
     rows = [[4, 9, 2, 11, 30], [8, 8], [1, 2, 3]]
@@ -95,11 +79,9 @@ def test_left_padding_changes_nothing():
         torch.testing.assert_close(out[5 - len(row):], model(torch.tensor([row]))[0], atol=1e-5, rtol=1e-5)
 
 
-def test_several_tokens_at_once_continue_a_cache():
-    model, ids = small_model("llama"), torch.arange(14).view(2, 7)
-    cache = Cache()
-    parts = [model(ids[:, :3], cache=cache), model(ids[:, 3:4], cache=cache), model(ids[:, 4:], cache=cache)]
-    torch.testing.assert_close(torch.cat(parts, 1), model(ids), atol=1e-5, rtol=1e-5)
+def test_the_gate_has_autograds_gradient():
+    gate, up = (torch.randn(5, 7, generator=torch.Generator().manual_seed(n), dtype=torch.float64).requires_grad_() for n in (0, 1))
+    assert torch.autograd.gradcheck(Gated.apply, (gate, up))
 
 
 def test_shared_prefix_equals_repeated_prefix():

@@ -84,7 +84,7 @@ def main(arguments: list[str]) -> None:
         sys.exit(f"large_model.py: loss {metrics['loss']} and gradient norm {norm} should be finite and not zero")
     rows = SAMPLES * NEW_TOKENS * SHAPE["vocab_size"] * 4 / 1e9
     print(f"loss {metrics['loss']:.4f}, gradient norm {norm:.4f}\nThe vocabulary projection in one piece: {rows:.2f} GB of logits, "
-          f"{4 * rows:.2f} GB with their softmax and both gradients; in chunks {16 * grpo.LOGITS_AT_ONCE / 1e9:.2f} GB")
+          f"{4 * rows:.2f} GB with their softmax and both gradients; in chunks {12 * grpo.LOGITS_AT_ONCE / 1e9:.2f} GB")
 
 
 if __name__ == "__main__":

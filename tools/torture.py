@@ -25,7 +25,7 @@ FLAGS = ("--steps 12 --checkpoint-every 3 --eval-every 4 --problems 6 --samples 
          "--lambda-every 3 --scale-intrinsic --device cpu").split()
 MOMENTS = {"a file is half written": "files.save_file", "after a file was renamed": "os.replace", "a line is half written":
            "files.append_line", "adapter saved, checkpoint not": "checkpoint.write_tensors", "rollout": "sample.draw",
-           "before a file is renamed": "os.fsync", "evaluation": "evaluate.measure", "scoring": "grpo.target_logprobs",
+           "before a file is renamed": "os.fsync", "evaluation": "evaluate.measure", "scoring": "grpo.score",
            "update": "grpo.k3", "strategy networks": "strategy.contrast", "learned weights": "meta.LearnedWeights.learn"}
 MOST_CALLS = {"rollout": 60, "scoring": 20, "update": 10, "strategy networks": 20, "before a file is renamed": 12,
               "after a file was renamed": 12, "a line is half written": 4}
