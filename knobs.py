@@ -51,7 +51,9 @@ class Config:
     reading: str = knob("algorithm", "SS and SuS as in the paper's Algorithm 1 or as in its Eq. 2 and 3",
                         choices=("algorithm", "equations"))
     lambda_ss: float = knob(1.0, "weight of SS", low=0)
-    lambda_sus: float = knob(0.25, "weight of SuS", low=0)
+    lambda_sus: float = knob(0.5, "weight of SuS", low=0)
+    sus_baseline: str = knob("batch", "what SuS = |c - P| is counted from: the batch's average success, or none, as in the paper",
+                             choices=("batch", "none"))
     learn_lambdas: bool = knob(False, "learn both weights by meta-gradient, from these values on")
     lambda_rate: float = knob(0.1, "learning rate of the weights", above=0)
     lambda_every: int = knob(10, "steps between updates of the weights", low=2)
@@ -99,5 +101,5 @@ class Config:
 PRESETS = {"none": {}, "paper": dict(
     model="Qwen/Qwen2.5-1.5B", data="gsm8k", prompt="plain", train_problems=0, steps=2802, problems=8, micro_batch=1,
     samples=8, max_new_tokens=256, learning_rate=2e-5, rank=8, dimension=128, alpha=0.3, alpha_decay=0.0, lambda_ss=1.0,
-    lambda_sus=0.5, gate="correct", normalise="std", kl=0.04, strategy_warmup=0, strategy_batch=8, eval_problems=200,
+    lambda_sus=0.5, sus_baseline="none", gate="correct", normalise="std", kl=0.04, strategy_warmup=0, strategy_batch=8, eval_problems=200,
     eval_samples=8, eval_every=934, checkpoint_every=100)}

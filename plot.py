@@ -27,10 +27,10 @@ from flags import Parser, fail
 
 # Okabe and Ito's colours, which people with colour blindness can tell apart.
 COLOURS = {"sus": "#0072B2", "grpo": "#D55E00", "oracle": "#000000", "ss": "#009E73", "surprise": "#E69F00",
-           "perplexity": "#CC79A7", "base": "#999999"}
+           "perplexity": "#CC79A7", "grpo-kl": "#56B4E9", "base": "#999999"}
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442", "#000000", "#999999")
 NAMES = {"sus": "SuS", "grpo": "GRPO", "oracle": "oracle", "ss": "SS only", "surprise": "surprise only", "perplexity": "perplexity",
-         "base": "base model"}
+         "grpo-kl": "GRPO with KL", "base": "base model"}
 # Student's t, 97.5 %, by degrees of freedom; beyond them 1.96 + 2.5 / degrees is close.
 STUDENT = (math.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 

@@ -31,22 +31,23 @@ from files import read_json, write_text
 from flags import fail, knob, parse
 
 IDLE = "--strategy-updates 0 --strategy-warmup 0"           # these rewards do not ask the strategy networks
-MAIN = {"sus": "", "grpo": "--method grpo", "ss": "--method ss", "surprise": "--method surprise",
+MAIN = {"sus": "", "grpo": "--method grpo", "grpo-kl": "--method grpo --kl 0.03", "ss": "--method ss", "surprise": "--method surprise",
         "perplexity": f"--method perplexity {IDLE}", "oracle": f"--method oracle --alpha 4 {IDLE}"}
 QUICK = {name: MAIN[name] for name in ("sus", "grpo", "ss")}
 # Both methods may choose among eight settings on validation problems; train.py's defaults are what came out best.
 SWEEP = {"sus": "", "alpha=4": "--alpha 4", "alpha=16": "--alpha 16", "lambda_ss=0.5": "--lambda-ss 0.5",
-         "lambda_ss=2": "--lambda-ss 2", "lambda_sus=0": "--lambda-sus 0", "lambda_sus=0.5": "--lambda-sus 0.5",
+         "lambda_ss=2": "--lambda-ss 2", "lambda_sus=0": "--lambda-sus 0", "lambda_sus=1": "--lambda-sus 1",
          "constant": "--alpha-decay 0"}
-TUNE = {name: f"--method grpo --learning-rate 0.001 {flags}"           # of a flag given twice the last one counts
+TUNE = {name: f"--method grpo {flags}"
         for name, flags in {"grpo": "", "grpo-kl-0.003": "--kl 0.003", "grpo-kl-0.01": "--kl 0.01", "grpo-kl-0.03": "--kl 0.03",
-                            "grpo-kl-0.1": "--kl 0.1", "grpo-rate-0.0005": "--learning-rate 0.0005",
-                            "grpo-rate-0.002": "--learning-rate 0.002", "grpo-std": "--normalise std"}.items()}
-OTHERS = {"literal": "--alpha 0.3 --gate correct --normalise std --strategy-warmup 0 --strategy-updates 1",
+                            "grpo-kl-0.1": "--kl 0.1", "grpo-rate-0.001": "--learning-rate 0.001",
+                            "grpo-rate-0.004": "--learning-rate 0.004", "grpo-std": "--normalise std"}.items()}
+OTHERS = {"literal": "--alpha 0.3 --sus-baseline none --gate correct --normalise std --strategy-warmup 0 --strategy-updates 1",
+          "no-baseline": "--sus-baseline none",
           "equations": "--reading equations --gate none", "gate-correct": "--gate correct", "gate-none": "--gate none",
           "no-warm-up": "--strategy-warmup 0", "batch-negatives": "--negatives batch", "learned-lambdas": "--learn-lambdas",
           "layer-2": "--layer 2", "novelty": "--method novelty"}
-PAIRS = [("sus", "grpo"), ("sus", "perplexity"), ("ss", "sus"), ("surprise", "sus"), ("grpo", "sus"), ("oracle", "grpo")]
+PAIRS = [("sus", "grpo"), ("sus", "grpo-kl"), ("sus", "perplexity"), ("ss", "sus"), ("surprise", "sus"), ("grpo", "sus"), ("oracle", "grpo")]
 PARTS = {"main": MAIN, "sweep": SWEEP, "tune": TUNE, "others": OTHERS}
 
 

@@ -37,7 +37,8 @@ class Signals:
     strategy_share: Tensor          # (B, G) running share of the true strategy: the oracle's
     reading: str = "algorithm"
     lambda_ss: float = 1.0
-    lambda_sus: float = 0.25
+    lambda_sus: float = 0.5
+    usual: float = 0.0              # SuS of the batch's average success, from which SuS is counted; 0 in the paper
 
 
 def correctness(problems: list, responses: list[str]) -> Tensor:
@@ -101,8 +102,21 @@ def parts(signals: Signals) -> tuple[Tensor, Tensor]:
     return ss, surprise(signals.predicted, signals.state, ss)
 
 
+def usual_surprise(correct: Tensor, probability: Tensor) -> float:
+    """The mean SuS of the batch's correct responses. As long as P knows nothing, every success surprises alike: paying that
+    to all of them would only speed up whatever the policy does already. Counted from this mean, a success on a problem that
+    the policy is known to fail earns, one on a problem that it is known to solve pays for it."""
+    return ((success_surprise(correct, probability) * correct).sum() / correct.sum().clamp(min=1)).item()
+
+
+def paid(signals: Signals) -> tuple[Tensor, Tensor]:
+    """The two parts as they are rewarded."""
+    ss, sus = parts(signals)
+    return ss, sus - signals.usual
+
+
 def sus(signals: Signals) -> Tensor:
-    return combine(*parts(signals), signals.lambda_ss, signals.lambda_sus)
+    return combine(*paid(signals), signals.lambda_ss, signals.lambda_sus)
 
 
 def perplexity(signals: Signals) -> Tensor:
@@ -141,8 +155,8 @@ def rarity(signals: Signals) -> Tensor:
 METHODS = {
     "grpo": lambda signals: torch.zeros_like(signals.correct),
     "perplexity": perplexity,
-    "ss": lambda signals: signals.lambda_ss * parts(signals)[0],
-    "surprise": lambda signals: signals.lambda_sus * parts(signals)[1],
+    "ss": lambda signals: signals.lambda_ss * paid(signals)[0],
+    "surprise": lambda signals: signals.lambda_sus * paid(signals)[1],
     "sus": sus,
     "rnd": lambda signals: signals.distillation,            # Burda et al. 2018
     "icm": forward_error,

@@ -256,11 +256,11 @@ class Strategist:
         return encoder.base_features(self.model, prompts, rollout, self.settings.layer, loss.micro_batch, generator,
                                      tap.states if loss.kl else None), reference
 
-    def observe(self, batch: Features, correct: Tensor) -> Features:
+    def observe(self, batch: Features, correct: Tensor) -> tuple[Features, Tensor]:
         """Take in a batch and what came of it, every rank's share -> the whole batch."""
-        batch = encoder.gather(batch)
-        self.take_in(batch, parallel.gather(correct))
-        return batch
+        batch, correct = encoder.gather(batch), parallel.gather(correct)
+        self.take_in(batch, correct)
+        return batch, correct
 
     def take_in(self, batch: Features, correct: Tensor) -> None:
         self.networks.observe(batch)
@@ -289,11 +289,16 @@ class Strategist:
         names = [str(c) for c in cluster.flatten().tolist()]
         return reward.Signals(
             correct=correct, logprobs=rollout.logprobs.view(*correct.shape, -1), lengths=rollout.lengths.view_as(correct),
-            z_pre=expected.expand_as(achieved), z_post=z_post, success=networks.success_logit(batch.query).sigmoid()[:, None],
+            z_pre=expected.expand_as(achieved), z_post=z_post, success=self.success(batch),
             predicted=networks.next_state(batch.query, batch.response) * scale, state=networks.norms["both"](batch.both) * scale,
             distillation=networks.distillation_error(batch.response), cluster=cluster,
             cluster_share=self.clusters.of(names).view_as(correct).to(correct),
             strategy_share=self.strategies.of(labels).view_as(correct).to(correct), reading=self.settings.reading)
+
+    @torch.no_grad()
+    def success(self, batch: Features) -> Tensor:
+        """P(query), (B, 1)."""
+        return self.networks.success_logit(batch.query).sigmoid()[:, None]
 
     def update(self, count: int, generator: torch.Generator) -> dict[str, float]:
         """`count` minibatches -> the last one's losses. P sees as many queries as E sees responses."""

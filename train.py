@@ -161,9 +161,13 @@ def intrinsic_reward(run: Run, problems: list, prompts: list, rollout: sample.Ro
                                           run.generator("views", run.step, shared=False))
     labels = [problems[n // correct.shape[1]].strategy_of(text) if config.method == "oracle" else None
               for n, text in enumerate(responses)]
+    whole, outcomes = features, correct
     if learning:
-        networks.tally(networks.observe(features, correct), sum(parallel.gather_values(labels), []))
+        whole, outcomes = networks.observe(features, correct)
+        networks.tally(whole, sum(parallel.gather_values(labels), []))
     signals = networks.signals(features, correct, rollout, labels)
+    if config.sus_baseline == "batch" and config.reading == "algorithm":
+        signals.usual = reward.usual_surprise(outcomes, networks.success(whole))
     signals.lambda_ss, signals.lambda_sus = run.weights.values() if run.weights else (config.lambda_ss, config.lambda_sus)
     return reward.METHODS[config.method](signals), reference, signals
 
@@ -211,7 +215,7 @@ def train_step(run: Run) -> dict:
     # 4 advantage: better or worse than one's own group
     advantages = grpo.group_advantages(rewards, config.normalise)                                # (B, G)
     if run.weights and (run.weights.pending is not None or run.step % config.lambda_every == 0):
-        run.weights.step(model, prompts, rollout, correct, [ss * gate, surprise * gate], rewards,
+        run.weights.step(model, prompts, rollout, correct, [part * gate for part in reward.paid(signals)], rewards,
                          config.normalise, run.settings)
     clock("advantage")
 

@@ -22,6 +22,17 @@ def signals(**changes):
     return Signals(**{**fields, **changes})
 
 
+def test_success_is_counted_from_the_batchs_average_success():
+    correct, success = torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]]), torch.tensor([[0.25], [0.5]])
+    usual = reward.usual_surprise(correct, success)
+    assert usual == pytest.approx((0.75 + 0.75 + 0.5) / 3)
+    ss, sus = reward.paid(signals(correct=correct, usual=usual))
+    assert torch.equal(ss, reward.parts(signals())[0])
+    torch.testing.assert_close(sus[:, 0], torch.tensor([0.75 - 2 / 3, 0.5 - 2 / 3]))
+    assert sus[correct > 0].sum().abs() < 1e-6              # what some successes gain the others pay
+    assert reward.usual_surprise(torch.zeros(2, 3), success) == 0
+
+
 def test_correctness_asks_each_problem_about_its_own_responses():
     problems = [Countdown((3, 8, 5), 19), Countdown((1, 2, 3), 6)]
     right, other = "8*3=24;24-5=19", "1+2=3;3+3=6"
@@ -76,8 +87,8 @@ def test_both_readings():
 EXPECTED = {
     "grpo": [[0.0, 0.0, 0.0]] * 2,
     "ss": [[0.0, 1.0, 2.0]] * 2,
-    "surprise": [[0.1875, 0.1875, 0.0625], [0.125, 0.125, 0.125]],
-    "sus": [[0.1875, 1.1875, 2.0625], [0.125, 1.125, 2.125]],
+    "surprise": [[0.375, 0.375, 0.125], [0.25, 0.25, 0.25]],
+    "sus": [[0.375, 1.375, 2.125], [0.25, 1.25, 2.25]],
     "rnd": [[1.0, 2.0, 3.0]] * 2,
     "icm": [[5.0] * 3, [1.0] * 3],
     "count": [[math.sqrt(2)] * 3] * 2,                                  # half of the responses

@@ -416,13 +416,13 @@ def test_training_on_questions_of_ones_own(cache, tmp_path):
     file = tmp_path / "sums.jsonl"
     file.write_text("".join(json.dumps({"question": f"{a}+{b}=", "answer": a + b}) + "\n" for a in range(9) for b in range(9)))
     folder = run(tmp_path / "run", cache, "--steps", "2", "--data", str(file), "--model", str(cache / "tiny-countdown"),
-                 "--max-new-tokens", "4", "--prompt", "plain")
+                 "--max-new-tokens", "4", "--prompt", "plain", "--sus-baseline", "none")
     evaluation = json.loads((folder / "evaluation.json").read_text())
     assert evaluation["strategy_entropy"] is None and evaluation["cluster_entropy"] is not None
     records = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
     assert len(records) == len(data.load(str(file), "test", 8)) and records[0]["question"].endswith("=") and set(records[0]["responses"][0]) == {"text", "correct", "cluster", "place", "intrinsic", "ss", "sus"}
-    for response in records[0]["responses"]:                # what training would have paid: lambda_SS 1, lambda_SuS 0.25
-        assert response["intrinsic"] == pytest.approx(response["ss"] + 0.25 * response["sus"], abs=1e-5)
+    for response in records[0]["responses"]:                # what training would have paid: lambda_SS 1, lambda_SuS 0.5
+        assert response["intrinsic"] == pytest.approx(response["ss"] + 0.5 * response["sus"], abs=1e-5)
     before = json.loads((folder / "samples-before.jsonl").read_text().splitlines()[0])
     assert "intrinsic" not in before["responses"][0]        # there, the networks had seen nothing yet
     assert (folder / "samples.md").read_text().startswith("# Samples")
