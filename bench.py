@@ -161,7 +161,7 @@ def in_child(*words: str) -> float:
     """A figure that a process of its own prints: its peak memory, or its seconds."""
     done = subprocess.run([sys.executable, __file__, "--child", ",".join(words)], capture_output=True, text=True)
     if done.returncode:
-        raise ValueError(f"a measurement failed ({' '.join(words)}): {done.stderr.strip().splitlines()[-1]}")
+        raise ValueError(f"a measurement failed ({' '.join(words)}): {(done.stderr.strip().splitlines() or ["killed"])[-1]}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -210,7 +210,7 @@ def make_run(method: str, cache: Path, *flags: str) -> train.Run:
 def spent_on_sus(run: train.Run) -> list[float]:
     """Have the seconds that each step spends on SuS counted: the last number of this list, to which the caller appends 0."""
     spent, networks = [], run.strategist
-    places = [(networks, name) for name in ("observe", "tally", "signals", "update")]
+    places = [(networks, name) for name in ("observe", "tally", "signals", "success", "update")]
     places.append((networks.sentences, "features") if networks.sentences else (train.strategy.encoder, "base_features"))
     for owner, name in places:
         def wrapped(*arguments, original=getattr(owner, name)):
@@ -324,7 +324,7 @@ def child(kind: str, *words: str) -> None:
 def main(argv: list[str] | None = None) -> None:
     config, _ = parse(Config, __doc__, argv)
     try:
-        if config.child[1:2] != ("trl",):                   # TRL's memory is measured as its users have it
+        if config.child[1:2] != ("trl",):                   # nobody does this for TRL
             budget.reuse_memory()
         if config.child:
             return child(*config.child)

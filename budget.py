@@ -2,7 +2,7 @@
 
     weights      P * bytes                                         the frozen base, P parameters
     adapters     A * 16                                            fp32 weight, gradient and AdamW's two moments
-    sampling     M * bytes                                         merged copies of the M adapted weights
+    sampling     M * bytes                                         a copy, adapters merged, of the M weights of the layers
                  + (problems * prompt + N * new) * layers * 2 * kv_width * bytes    keys and values, a prompt's once a group
                  + N * V * 12                                      one position's logits and probabilities
     update       tokens * layers * activation_bytes                activations of one micro-batch
@@ -42,8 +42,9 @@ def reuse_memory() -> None:
     """Let freed memory be used again at once. By default glibc gives large blocks back to the system, and every new tensor
     then pays for fresh pages: a quarter or more of the time of an update on a CPU. Elsewhere this does nothing."""
     if sys.platform == "linux" and hasattr(library := ctypes.CDLL(None), "mallopt"):
-        for option, value in ((-8, 1), (-3, 2 ** 30), (-1, 2 ** 31 - 1)):       # one arena; when to map; when to give back
-            library.mallopt(option, value)
+        library.mallopt(-8, 1)                              # M_ARENA_MAX: one pool for all threads
+        library.mallopt(-3, 2 ** 30) or library.mallopt(-3, 2 ** 25)            # M_MMAP_THRESHOLD; an old glibc takes no more
+        library.mallopt(-1, 2 ** 31 - 1)                    # M_TRIM_THRESHOLD
 
 
 def shape_of(name: str) -> ModelConfig:
@@ -85,7 +86,7 @@ def estimate(config, shape: ModelConfig, bytes: int) -> dict[str, float]:
     update = activations + min(grpo.LOGITS_AT_ONCE * 12, 3 * naive)
     step_tokens = config.problems * prompt + rows * config.max_new_tokens
     passes = 2 + 2 * (config.kl > 0) + 4 + 2 * config.recompute
-    sampling = sum(module.weight.numel() for module in adapted) * bytes + kv + rows * shape.vocab_size * 12
+    sampling = sum(module.weight.numel() for module in model.layers.modules() if hasattr(module, "in_features")) * bytes + kv + rows * shape.vocab_size * 12
     return {"base parameters": base, "adapter parameters": adapters, "base weights, GB": base * bytes / 1e9,
             "adapters and optimizer, GB": adapters * 16 / 1e9, "sampling, GB": sampling / 1e9, "update, GB": update / 1e9,
             "peak, GB": (base * bytes + adapters * 16 + max(sampling, update)) / 1e9,

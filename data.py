@@ -115,7 +115,8 @@ def random_problem(size: int, rng: random.Random) -> Countdown:
 
 
 def countdown(split: str, count: int, seed: int, size: int = 3) -> list[Countdown]:
-    """`count` problems of one split, all solvable. Common ones repeat in training, never where policies are measured."""
+    """`count` problems of one split, all solvable. Common ones repeat in training; where policies are measured none
+    does, until there are no more."""
     rng, problems, seen, missed = random.Random(f"countdown {split} {size} {seed}"), [], set(), 0
     while len(problems) < count:
         problem = random_problem(size, rng)

@@ -40,20 +40,20 @@ class Decoder:
                          fuse(layer.mlp.gate_proj, layer.mlp.up_proj), fuse(layer.mlp.down_proj)) for layer in model.layers]
         # Queries and keys carry half of the attention's scale each, hence the fourth root.
         self.scale = model.config.head_dim ** -0.25
-        self.keys = torch.stack([interleave(k) * self.scale for k, _ in prefix.prompt])          # (layers, B, kv, P, d)
-        self.values = torch.stack([v for _, v in prefix.prompt])
-        layers, B, kv, P, d = self.keys.shape
-        self.own = self.keys.new_empty(layers, 2, B, kv, samples, room, d)                       # the responses' keys and values
-        self.first = torch.full((B,), P, device=model.device) if start is None else P - start    # the position where responses begin
+        self.prompt = [(interleave(k) * self.scale, v) for k, v in prefix.prompt]                # (B, kv, P, d) each
+        B, kv, P, d = self.prompt[0][0].shape
+        self.own = [k.new_empty(2, B, kv, samples, room, d) for k, _ in self.prompt]             # the responses' keys and values
+        self.first = torch.full((B,), P, device=model.device) if start is None else P - start    # where responses begin
         self.mask, self.frequencies = None, model.frequencies.to(model.device)
         if start is not None:
             padding = torch.arange(P, device=model.device) < start[:, None]                      # (B, P)
-            self.mask = self.keys.new_zeros(B, 1, 1, P).masked_fill(padding[:, None, None], -torch.inf)
+            self.mask = self.own[0].new_zeros(B, 1, 1, P).masked_fill(padding[:, None, None], -torch.inf)
 
     def step(self, tokens: Tensor) -> Tensor:
         """The next token of every row (B, G) -> the last layer's normed states (B * G, D)."""
-        angles = (self.first + self.length)[:, None] * self.frequencies                          # (B, d/2)
-        turn = torch.polar(torch.full_like(angles, self.scale), angles).repeat_interleave(tokens.shape[1], dim=0)[:, None]
+        positions = (self.first + self.length).repeat_interleave(tokens.shape[1])                # (n,)
+        angles = positions[:, None, None] * self.frequencies                                     # (n, 1, d/2)
+        turn = torch.polar(torch.full_like(angles, self.scale), angles)
         self.length += 1
         x = self.model.embed_tokens(tokens.flatten())                                            # (n, D)
         for number, (layer, (qkv, output, gate_up, down)) in enumerate(zip(self.model.layers, self.weights)):
@@ -65,8 +65,8 @@ class Decoder:
 
     def attend(self, number: int, heads: Tensor, turn: Tensor) -> Tensor:
         """Each row's new query over its prompt and its own tokens: (n, heads + 2 kv, d) -> (n, heads * d)."""
-        attention, own, P, T = self.model.layers[number].self_attn, self.own[number], self.keys.shape[3], self.length
-        _, B, kv, G, _, d = own.shape
+        attention, own, (prompt_keys, prompt_values) = self.model.layers[number].self_attn, self.own[number], self.prompt[number]
+        (_, B, kv, G, _, d), P, T = own.shape, prompt_keys.shape[2], self.length
         qk, v = heads[:, :-kv], heads[:, -kv:]
         if attention.qk_norm:
             qk = torch.cat((attention.q_norm(qk[:, :-kv]), attention.k_norm(qk[:, -kv:])), dim=1)
@@ -75,20 +75,21 @@ class Decoder:
         for store, new in zip(own, (qk[:, -kv:], v)):
             store[:, :, :, T - 1] = new.unflatten(0, (B, G)).transpose(1, 2)
         keys, values = own[:, :, :, :, :T].flatten(1, 3)                                         # (B * kv * G, T, d) each
-        seen = torch.bmm(q, self.keys[number].flatten(0, 1).transpose(1, 2))                     # (B * kv, G * heads / kv, P)
+        seen = torch.bmm(q, prompt_keys.flatten(0, 1).transpose(1, 2))                           # (B * kv, G * heads / kv, P)
         if self.mask is not None:
             seen = (seen.unflatten(0, (B, kv)) + self.mask).flatten(0, 1)
-        said = torch.bmm(q.view(B * kv * G, -1, d), keys.transpose(1, 2)).view(B * kv, -1, T)
+        said = torch.bmm(q.reshape(B * kv * G, -1, d), keys.transpose(1, 2)).view(B * kv, -1, T)
         weights = torch.cat((seen, said), dim=2).softmax(2)
-        y = torch.bmm(weights[:, :, :P], self.values[number].flatten(0, 1)).view(B * kv * G, -1, d)
+        y = torch.bmm(weights[:, :, :P], prompt_values.flatten(0, 1)).view(B * kv * G, -1, d)
         y = y.baddbmm_(weights[:, :, P:].unflatten(1, (G, -1)).flatten(0, 1), values)
         return y.view(B, kv, G, -1).transpose(1, 2).reshape(B * G, -1)
 
     def keep(self, groups: Tensor, columns: Tensor) -> None:
         """Go on with these prompts (B',) and these of their responses (B', G')."""
-        said, (layers, _, _, kv, _, room, d) = self.own[..., :self.length, :], self.own.shape
-        self.own = self.own.new_empty(layers, 2, len(groups), kv, columns.shape[1], room, d)
-        # Indexing two dimensions puts them first: (B', G', layers, 2, kv, T, d).
-        self.own[..., :self.length, :] = said[:, :, groups[:, None], :, columns].permute(2, 3, 0, 4, 1, 5, 6)
-        self.keys, self.values, self.first = self.keys[:, groups], self.values[:, groups], self.first[groups]
-        self.mask = None if self.mask is None else self.mask[groups]
+        for number, own in enumerate(self.own):             # layer by layer: never two whole caches
+            _, _, kv, _, room, d = own.shape
+            self.own[number] = own.new_empty(2, len(groups), kv, columns.shape[1], room, d)
+            kept = own[:, groups[:, None], :, columns, :self.length]                             # (B', G', 2, kv, T, d)
+            self.own[number][..., :self.length, :] = kept.permute(2, 0, 3, 1, 4, 5)
+            self.prompt[number] = tuple(part[groups] for part in self.prompt[number])
+        self.first, self.mask = self.first[groups], None if self.mask is None else self.mask[groups]

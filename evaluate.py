@@ -19,6 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
+import budget
 import card
 import data
 import encoder
@@ -325,6 +326,7 @@ def measure_path(config: Config, given: set[str]) -> Measured:
 
 
 def main(argv: list[str] | None = None) -> None:
+    budget.reuse_memory()
     config, given = parse(Config, __doc__, argv, positional="path")
     try:
         if not config.path:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 import lora
 import parallel
@@ -69,7 +70,7 @@ class TargetLogprobs(torch.autograd.Function):
     """hidden (n, D), head (V, D), targets (n,) -> log-probability of each target (n,), in fp32.
 
     A chunk of rows at a time, so that never more than LOGITS_AT_ONCE logits exist. The head is frozen, so all that backward
-    needs is d logp / d hidden = (head[target] - softmax(logits) head) / temperature, (n, D), and it is made on the way: no
+    needs is d logp / d hidden = (onehot(target) - softmax(logits)) head / temperature, (n, D), and it is made on the way: no
     logits are kept, and none are computed twice.
     """
     @staticmethod
@@ -82,12 +83,14 @@ class TargetLogprobs(torch.autograd.Function):
             total = logits.logsumexp(1)
             logprobs[rows] = logits.gather(1, target[:, None])[:, 0] - total
             if slopes is not None:
-                softmax = logits.sub_(total[:, None]).exp_().to(head.dtype)
-                slopes[rows] = (head[target] - softmax @ head) / temperature
+                slope = logits.sub_(total[:, None]).exp_()                                       # softmax - onehot, in fp32:
+                slope[torch.arange(len(target), device=target.device), target] -= 1              # for a sure token a small difference
+                slopes[rows] = slope.to(head.dtype) @ head / -temperature
         ctx.save_for_backward(slopes)
         return logprobs
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         slopes, = ctx.saved_tensors
         return grad[:, None].to(slopes.dtype) * slopes, None, None, None

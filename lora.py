@@ -15,6 +15,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from files import read_json, read_tensors, write_json, write_tensors
 from model import Transformer
@@ -59,16 +60,17 @@ class Adapted(torch.autograd.Function):
         return y.unflatten(0, x.shape[:-1])
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         rows, inner, weight, A, B = ctx.saved_tensors
         flat = grad.flatten(0, -2)                                                               # (n, out)
-        thin = flat.float() @ B * ctx.scale                                                      # (n, rank)
-        x = None
+        wide, x = flat.float(), None
+        thin = wide @ B * ctx.scale                                                              # (n, rank)
         if ctx.needs_input_grad[0]:
             x = flat @ weight
             x = x.addmm_(thin, A) if x.dtype == A.dtype else x + (thin @ A).to(x.dtype)
             x = x.unflatten(0, grad.shape[:-1])
-        return x, None, None, thin.t() @ rows.float(), flat.float().t() @ inner, None
+        return x, None, None, thin.t() @ rows.float(), wide.t() @ inner, None
 
 
 def layers(model: nn.Module) -> dict[str, LoRALinear]:
@@ -123,7 +125,7 @@ def merge(projections: list[nn.Linear]) -> Tensor:
     result = weights[0].new_empty(*((weights[0].shape[1], sum(rows)) if flipped else (sum(rows), weights[0].shape[1])))
     result = result.t() if flipped else result
     for layer, part in zip(projections, result.split(rows)):
-        if not isinstance(layer, LoRALinear):
+        if not isinstance(layer, LoRALinear) or not layer.enabled:
             part.copy_(layer.weight)
         elif part.dtype == torch.float32:
             torch.addmm(layer.weight.t(), layer.lora_A.t(), layer.lora_B.t(), alpha=layer.scale, out=part.t())

@@ -23,6 +23,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from files import find_model_folder, find_weight_files, read_json, read_tensors, write_json, write_tensors
@@ -170,6 +171,7 @@ class Gated(torch.autograd.Function):
         return F.silu(gate).mul_(up)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         gate, up = ctx.saved_tensors
         return torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)

@@ -31,7 +31,8 @@ def make_prompts(shape: dict, count: int, length: int) -> list[list[int]]:
 
 
 def trl_trainer(model, tokenizer, rows: dict, judge, samples: int, tokens: int, kl: float, rounds: int, folder: Path, callback, **more):
-    """GRPOTrainer with the same counts and adapters; a batch is the whole of `rows`."""
+    """GRPOTrainer with the same counts and adapters; a batch is the whole of `rows`. Like our side it keeps activations:
+    gradient checkpointing, TRL's default, would save memory and take a third more time in the update."""
     import datasets
     import peft
     import trl

@@ -1,7 +1,7 @@
 """Sampling: several responses to each of several prompts, from the distribution that training scores.
 
 Each prompt is read once and its keys and values are shared by its samples; rows leave the batch as they
-finish; the adapters are merged into the weights for the duration. There is no top-k, no top-p and no
+finish; the adapters are merged into the weights that decode (decode.py). There is no top-k, no top-p and no
 repetition penalty, here or inherited from a generation_config, so the log-probability kept for each token is
 the one that `grpo.score` recomputes: up to rounding, which on a bf16 base includes that of the merged weights.
 
@@ -54,9 +54,9 @@ def draw(logits: Tensor, temperature: float, uniform: Tensor) -> tuple[Tensor, T
         return logits.argmax(-1), logits.new_zeros(len(logits), dtype=torch.float32)
     probabilities = F.softmax(logits.float() / temperature, dim=-1)
     # Inverse transform sampling: one random number a row where multinomial draws V of them. First the block of the
-    # vocabulary, then the token in it, so that sums in fp64 (mps has none) are short.
+    # vocabulary, then the token in it, so that sums in fp64 are short.
     blocks = F.pad(probabilities, (0, -logits.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))        # (n, V / BLOCK, BLOCK)
-    wide = torch.float32 if logits.device.type == "mps" else torch.float64
+    wide = wide_dtype(logits.device)
     sums = blocks.sum(2).to(wide)
     total = sums.sum(1, keepdim=True)
     if not total.isfinite().all():
@@ -65,6 +65,11 @@ def draw(logits: Tensor, temperature: float, uniform: Tensor) -> tuple[Tensor, T
     token, _ = find(blocks[torch.arange(len(blocks), device=block.device), block[:, 0]].to(wide), rest)
     tokens = block * BLOCK + token
     return tokens[:, 0], probabilities.gather(1, tokens)[:, 0].log()
+
+
+def wide_dtype(device: torch.device) -> torch.dtype:
+    """fp64, so that no token's probability is lost in a sum; mps has none."""
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def find(weights: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
@@ -85,7 +90,7 @@ def generate(model: Transformer, prompts: list[list[int]], samples: int, max_new
     lengths = torch.full((N,), max_new_tokens, device=device)
     finished = torch.zeros(N, dtype=torch.bool, device=device)
     ends = torch.tensor(eos_ids, device=device)
-    uniform = torch.rand(max_new_tokens, N, generator=generator, dtype=torch.float64).to(device)
+    uniform = torch.rand(max_new_tokens, N, generator=generator, dtype=torch.float64).to(device, wide_dtype(device))
     with torch.inference_mode():
         prefix, (prompt_ids, start) = SharedPrefix(samples), pad_left(prompts, device)
         hidden = model.hidden(prompt_ids, start, prefix)[:, -1].repeat_interleave(samples, dim=0)            # (N, D)

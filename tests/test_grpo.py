@@ -125,6 +125,14 @@ def test_the_hand_written_slope_of_a_log_probability_is_autograds():
     torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-5, rtol=1e-5)
 
 
+def test_a_sure_token_keeps_its_slope_in_bf16():
+    head = torch.eye(4).bfloat16()
+    hidden = torch.tensor([[7.0, 0.0, 0.0, 0.0]]).bfloat16().requires_grad_()           # p = 0.997
+    grpo.TargetLogprobs.apply(hidden, head, torch.tensor([0]), 1.0).sum().backward()
+    expected = torch.eye(4)[0] - torch.tensor([7.0, 0.0, 0.0, 0.0]).softmax(0)
+    torch.testing.assert_close(hidden.grad[0].float(), expected, atol=0, rtol=0.02)
+
+
 @pytest.mark.parametrize("normalise", ["token", "sequence", "constant"])
 @pytest.mark.parametrize("kl", [0.0, 0.1])
 def test_the_gradient_is_the_same_for_every_micro_batch_size(model, rollout, normalise, kl):

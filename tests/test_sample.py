@@ -3,6 +3,7 @@ import pytest
 import torch
 from conftest import adapted, small_model
 
+import lora
 from grpo import score_naive
 from sample import draw, generate, pad_left
 
@@ -20,13 +21,23 @@ def test_same_seed_same_tokens():
     assert not torch.equal(first.ids[:, 0], other.ids[:, 0])
 
 
+@pytest.mark.parametrize("prompts", [PROMPTS, PROMPTS[:1]], ids=["three prompts", "one prompt"])
+@pytest.mark.parametrize("family", ["qwen2", "llama", "qwen3"])
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.5])
-def test_logprobs_are_those_of_the_whole_sequence_at_this_temperature(temperature):
-    model = adapted()
-    rollout = generate(model, PROMPTS, 5, 15, temperature, (1, 2), seeded())
+def test_logprobs_are_those_of_the_whole_sequence_at_this_temperature(temperature, family, prompts):
+    model = adapted(family)
+    rollout = generate(model, prompts, 5, 15, temperature, (1, 2), seeded())
     mask = rollout.mask()
-    torch.testing.assert_close(rollout.logprobs, score_naive(model, PROMPTS, rollout.ids, mask, temperature), atol=1e-4, rtol=1e-4)
-    assert (rollout.lengths < 15).any() and (rollout.logprobs[~mask] == 0).all()
+    torch.testing.assert_close(rollout.logprobs, score_naive(model, prompts, rollout.ids, mask, temperature), atol=1e-4, rtol=1e-4)
+    assert (rollout.logprobs[~mask] == 0).all() and (rollout.ids[~mask] == 0).all()
+    assert len(prompts) == 1 or (rollout.lengths < 15).any()
+
+
+def test_sampling_without_adapters_is_sampling_from_the_base():
+    model = adapted()
+    with lora.disabled(model):
+        rollout = generate(model, PROMPTS, 2, 6, 1.0, (), seeded())
+        torch.testing.assert_close(rollout.logprobs, score_naive(model, PROMPTS, rollout.ids, rollout.mask(), 1.0), atol=1e-4, rtol=1e-4)
 
 
 def test_greedy_equals_argmax_of_the_uncached_forward():
