@@ -77,7 +77,7 @@ class Config:
 
     normalise: str = knob("none", "advantage: reward minus group mean, divided by the group's std or by nothing",
                           choices=("std", "none"), group="The objective")
-    kl: float = knob(0.0, "weight of the KL penalty to the base model; 0 also saves its forward pass", low=0)
+    kl: float = knob(0.03, "weight of the KL penalty to the base model; 0 also saves its forward pass", low=0)
     clip_low: float = knob(0.2, "the ratio's lower bound is 1 minus this", low=0)
     clip_high: float = knob(0.2, "the ratio's upper bound is 1 plus this", low=0)
     loss: str = knob("token", "tokens weigh the same, or sequences do, or all is divided by a constant",
