@@ -92,9 +92,18 @@ def test_splits_are_disjoint_whatever_the_seeds_and_deterministic():
     assert data.load("countdown", "train", 50, 7) != data.load("countdown", "train", 50, 8)
 
 
-def test_adding_all_numbers_solves_one_problem_in_three():
-    problems = data.load("countdown", "test", 1000)
-    assert 0.28 < sum(sum(problem.numbers) == problem.target for problem in problems) / len(problems) < 0.38
+def test_adding_all_numbers_solves_one_problem_in_three_and_one_in_four_where_none_repeats():
+    for split, count, low, high in (("train", 1000, 0.28, 0.38), ("test", 200, 0.2, 0.28)):
+        problems = data.load("countdown", split, count)
+        assert low < sum(sum(problem.numbers) == problem.target for problem in problems) / count < high
+
+
+def test_no_problem_is_measured_twice_until_there_are_no_more():
+    for split in ("test", "validation"):
+        keys = [(tuple(sorted(problem.numbers)), problem.target) for problem in data.load("countdown", split, 200)]
+        assert len(set(keys)) == 200
+    keys = [(tuple(sorted(problem.numbers)), problem.target) for problem in data.load("countdown", "test", 1000)]
+    assert 800 < len(set(keys)) < 1000
 
 
 @pytest.mark.parametrize("name, count, word", [("chess", 5, "chess"), ("countdown", 0, "at least one")])

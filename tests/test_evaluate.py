@@ -77,7 +77,7 @@ def test_the_tiny_model_lands_where_exploration_matters(policy):
     other = evaluate.evaluate(policy, problems, 16, 1.0, 32, seed=4, ruler=whole.ruler)
     assert first != other.metrics and abs(first["cluster_entropy"] - other.metrics["cluster_entropy"]) < 0.1
     labels = [(response["cluster"], response["strategy"]) for record in other.samples for response in record["responses"] if response["strategy"]]
-    assert mutual_information(*zip(*labels)) > 0.5
+    assert mutual_information(*zip(*labels)) > 0.4          # raw features have 0.12
     assert first["pass_curve"][0] == pytest.approx(first["pass@1"]) and first["pass_curve"] == sorted(first["pass_curve"])
     assert first["pass_curve"][15] == pytest.approx(first["pass@16"]) and sum(first["strategies"].values()) == pytest.approx(1)
     for name in ("pass@1", "pass@5", "pass@16", "strategy_entropy", "cluster_entropy", "valid", "distinct"):
