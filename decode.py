@@ -1,6 +1,6 @@
 """Decoding: one token of many rows at a time, which is most of what a rollout does.
 
-Equal to `model.hidden`, token by token and up to rounding, and two to four times as fast on a CPU. What it saves:
+Equal to `model.hidden`, token by token and up to rounding, and faster (bench.py says by how much). What it saves:
 
     weights      adapters are merged, q, k and v are one matrix, gate and up another
     rotation     a head's two halves become one complex number, so that turning it is one product
