@@ -87,7 +87,9 @@ def grouped(runs: list[Run]) -> dict[str, list[Run]]:
 
 
 def colour(name: str, names: list[str]) -> str:
-    known = name if name in COLOURS else name.split("-")[0]
+    if name in COLOURS:
+        return COLOURS[name]
+    known = name.split("-")[0]
     taken = sum(other.split("-")[0] == known for other in names)
     return COLOURS[known] if known in COLOURS and taken == 1 else PALETTE[names.index(name) % len(PALETTE)]
 
