@@ -118,20 +118,13 @@ def disabled(model: nn.Module):
 
 
 @torch.no_grad()
-def merge(projections: list[nn.Linear]) -> Tensor:
-    """W + scale * B A of several layers with one input, as one matrix, in W's dtype and layout."""
-    weights, rows = [layer.weight for layer in projections], [layer.out_features for layer in projections]
-    flipped = not weights[0].is_contiguous()
-    result = weights[0].new_empty(*((weights[0].shape[1], sum(rows)) if flipped else (sum(rows), weights[0].shape[1])))
-    result = result.t() if flipped else result
-    for layer, part in zip(projections, result.split(rows)):
-        if not isinstance(layer, LoRALinear) or not layer.enabled:
-            part.copy_(layer.weight)
-        elif part.dtype == torch.float32:
-            torch.addmm(layer.weight.t(), layer.lora_A.t(), layer.lora_B.t(), alpha=layer.scale, out=part.t())
-        else:
-            part.copy_(layer.weight.float() + layer.scale * (layer.lora_B @ layer.lora_A))
-    return result
+def merge(layer: nn.Linear) -> Tensor:
+    """W + scale * B A, in W's dtype and layout."""
+    if not isinstance(layer, LoRALinear) or not layer.enabled:
+        return layer.weight
+    if layer.weight.dtype == torch.float32:
+        return torch.addmm(layer.weight.t(), layer.lora_A.t(), layer.lora_B.t(), alpha=layer.scale).t()
+    return (layer.weight.float() + layer.scale * (layer.lora_B @ layer.lora_A)).to(layer.weight.dtype)
 
 
 @contextmanager
@@ -142,7 +135,7 @@ def merged(model: nn.Module):
     originals = [layer.weight for layer in wrapped]
     try:
         for layer in wrapped:
-            layer.weight = nn.Parameter(merge([layer]), requires_grad=False)
+            layer.weight = nn.Parameter(merge(layer), requires_grad=False)
         with disabled(model):
             yield model
     finally:

@@ -100,9 +100,32 @@ class RMSNorm(nn.Module):
         self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
 
     def forward(self, x: Tensor) -> Tensor:
-        y = x.float()
-        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * y.to(x.dtype)
+        return Normed.apply(x, self.weight, self.eps) if torch.is_grad_enabled() else rms_norm(x, self.weight, self.eps)[0]
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """-> y, and 1 / sqrt(mean(x^2) + eps) (..., 1). The norm reads x once and leaves a single column to work on."""
+    y = x.float()
+    scale = torch.linalg.vector_norm(y, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    return (y * scale).to(x.dtype).mul_(weight), scale
+
+
+class Normed(torch.autograd.Function):
+    """RMSNorm. Keeps x and one column, where autograd alone would keep x, x^2's parts and y."""
+    @staticmethod
+    def forward(ctx, x, weight, eps):
+        y, scale = rms_norm(x, weight, eps)
+        ctx.save_for_backward(x, weight, scale)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        x, weight, scale = ctx.saved_tensors
+        wide, slope = x.float(), (grad * weight).float()
+        inner = torch.linalg.vecdot(wide, slope)[..., None].mul_(scale.square()).div_(-x.shape[-1])
+        gain = (grad.float() * wide * scale).flatten(0, -2).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        return slope.addcmul_(wide, inner).mul_(scale).to(x.dtype), gain, None
 
 
 def rotary_frequencies(config: ModelConfig) -> Tensor:
