@@ -77,9 +77,11 @@ class TargetLogprobs(torch.autograd.Function):
     def forward(ctx, hidden, head, targets, temperature):
         logprobs = hidden.new_empty(len(hidden), dtype=torch.float32)
         slopes = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        for i in range(0, len(hidden), size := max(1, LOGITS_AT_ONCE // len(head))):
+        size = max(1, LOGITS_AT_ONCE // len(head))
+        room = head.new_empty(min(size, len(hidden)), len(head))                                 # new memory is slow to touch
+        for i in range(0, len(hidden), size):
             rows, target = slice(i, i + size), targets[i:i + size]
-            logits = F.linear(hidden[rows], head).float().div_(temperature)                      # (size, V)
+            logits = torch.mm(hidden[rows], head.t(), out=room[:len(target)]).float().div_(temperature)      # (size, V)
             total = logits.logsumexp(1)
             logprobs[rows] = logits.gather(1, target[:, None])[:, 0] - total
             if slopes is not None:

@@ -140,10 +140,26 @@ def rotary_frequencies(config: ModelConfig) -> Tensor:
     return frequencies
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (x_i, x_{i + d/2}) by its position's angle. x (B, T, heads, d); cos, sin (B or 1, T, 1, d)."""
-    left, right = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-right, left), dim=-1) * sin
+class Rotated(torch.autograd.Function):
+    """Turn each pair (x_i, x_{i + d/2}) by its position's angle. x (B, T, heads, d); cos, sin (B or 1, T, 1, d/2). The gradient
+    is turned back by the same angle."""
+    @staticmethod
+    def forward(ctx, x, cos, sin):
+        ctx.save_for_backward(cos, sin)
+        return turn(x, cos, sin)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        cos, sin = ctx.saved_tensors
+        return turn(grad, cos, -sin), None, None
+
+
+def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    (left, right), y = x.chunk(2, dim=-1), torch.empty_like(x)
+    for half, a, b, sign in zip(y.chunk(2, dim=-1), (left, right), (right, left), (-1, 1)):
+        torch.mul(a, cos, out=half).addcmul_(b, sin, value=sign)        # into place: no copy to negate or join the halves
+    return y
 
 
 class Attention(nn.Module):
@@ -165,7 +181,7 @@ class Attention(nn.Module):
                    for project in (self.q_proj, self.k_proj, self.v_proj))
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        q, k = Rotated.apply(q, cos, sin), Rotated.apply(k, cos, sin)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)        # (B, heads, T, head_dim)
         if cache is not None:
             k, v = cache.append(self.layer, k, v, offset)                             # (B, kv_heads, slots, head_dim)
@@ -269,8 +285,7 @@ class Transformer(nn.Module):
             first = torch.minimum(first[:, None, None], query[None, :, None])                  # (B or 1, T, 1)
             mask = ((slots <= query[:, None]) & (slots >= first))[:, None]                     # (B or 1, 1, T, slots)
         x = self.embed_tokens(ids)
-        angles = positions[..., None] * self.frequencies.to(ids.device)                        # (B or 1, T, d/2)
-        angles = torch.cat((angles, angles), dim=-1)[:, :, None]                               # (B or 1, T, 1, d)
+        angles = (positions[..., None] * self.frequencies.to(ids.device))[:, :, None]          # (B or 1, T, 1, d/2)
         cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
         inputs = (cos, sin, mask, cache, offset)
         for layer in self.layers if attention is None else self.layers[:attention - 1]:
