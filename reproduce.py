@@ -31,23 +31,26 @@ from files import read_json, write_text
 from flags import fail, knob, parse
 
 IDLE = "--strategy-updates 0 --strategy-warmup 0"           # these rewards do not ask the strategy networks
-MAIN = {"sus": "", "grpo": "--method grpo", "ss": "--method ss", "surprise": "--method surprise",
-        "grpo-no-kl": "--method grpo --kl 0", "oracle": f"--method oracle --alpha 4 {IDLE}", "perplexity": f"--method perplexity {IDLE}"}
+MAIN = {"sus": "", "grpo": "--method grpo", "grpo-kl-0.1": "--method grpo --kl 0.1", "grpo-no-kl": "--method grpo --kl 0",
+        "ss": "--method ss", "surprise": "--method surprise", "perplexity": f"--method perplexity {IDLE}",
+        "oracle": f"--method oracle --alpha 4 {IDLE}"}
 QUICK = {name: MAIN[name] for name in ("sus", "grpo", "grpo-no-kl")}
-# Both methods may choose among eight settings on validation problems; train.py's defaults are what came out best.
-SWEEP = {"sus": "", "alpha=4": "--alpha 4", "alpha=16": "--alpha 16", "lambda_ss=0.5": "--lambda-ss 0.5",
+# Both methods may choose among as many settings on validation problems; train.py's defaults are the best ones of SuS.
+SWEEP = {"sus": "", "alpha=8": "--alpha 8", "alpha=32": "--alpha 32", "lambda_ss=0.5": "--lambda-ss 0.5",
          "lambda_ss=2": "--lambda-ss 2", "lambda_sus=0": "--lambda-sus 0", "lambda_sus=1": "--lambda-sus 1",
-         "kl=0": "--kl 0"}
+         "kl=0.01": "--kl 0.01", "kl=0.1": "--kl 0.1"}
 TUNE = {name: f"--method grpo {flags}"
         for name, flags in {"grpo": "", "grpo-kl-0": "--kl 0", "grpo-kl-0.01": "--kl 0.01", "grpo-kl-0.1": "--kl 0.1",
-                            "grpo-kl-0-std": "--kl 0 --normalise std", "grpo-rate-0.001": "--learning-rate 0.001",
-                            "grpo-rate-0.004": "--learning-rate 0.004", "grpo-std": "--normalise std"}.items()}
+                            "grpo-kl-0.3": "--kl 0.3", "grpo-rate-0.001": "--learning-rate 0.001",
+                            "grpo-rate-0.004": "--learning-rate 0.004", "grpo-std": "--normalise std",
+                            "grpo-kl-0.1-rate-0.004": "--kl 0.1 --learning-rate 0.004"}.items()}
 OTHERS = {"literal": "--alpha 0.3 --sus-baseline none --gate correct --normalise std --strategy-warmup 0 --strategy-updates 1",
           "no-baseline": "--sus-baseline none", "no-decay": "--alpha-decay 0",
           "equations": "--reading equations --gate none", "gate-correct": "--gate correct", "gate-none": "--gate none",
           "no-warm-up": "--strategy-warmup 0", "batch-negatives": "--negatives batch", "learned-lambdas": "--learn-lambdas",
           "layer-2": "--layer 2", "novelty": "--method novelty"}
-PAIRS = [("sus", "grpo"), ("sus", "grpo-no-kl"), ("sus", "perplexity"), ("ss", "sus"), ("surprise", "sus"), ("grpo", "sus"), ("oracle", "grpo")]
+PAIRS = [("sus", "grpo"), ("sus", "grpo-kl-0.1"), ("sus", "grpo-no-kl"), ("sus", "perplexity"), ("ss", "sus"), ("surprise", "sus"),
+         ("grpo", "sus"), ("oracle", "grpo"), ("oracle", "sus")]
 PARTS = {"main": MAIN, "sweep": SWEEP, "tune": TUNE, "others": OTHERS}
 
 

@@ -224,12 +224,13 @@ def train_step(run: Run) -> dict:
         group["lr"] = run.learning_rate()
     old = rollout.logprobs if config.epochs > 1 else None
     for _ in range(config.epochs):
-        run.optimizer.zero_grad()
         metrics = grpo.accumulate_gradient(model, prompts, rollout, advantages, run.settings, reference, old)
         norm = torch.nn.utils.clip_grad_norm_(run.adapters.values(), config.clip_gradient).item()
-        if skipped := not (math.isfinite(metrics["loss"]) and math.isfinite(norm)):
+        if not (skipped := not (math.isfinite(metrics["loss"]) and math.isfinite(norm))):
+            run.optimizer.step()
+        run.optimizer.zero_grad()                           # at once: in the next rollout gradients would lie about in the memory
+        if skipped:
             break                                           # one bad batch must not poison the adapters and the optimizer
-        run.optimizer.step()
     if run.strategist:
         more |= run.strategist.update(config.strategy_updates, run.generator("replay", run.step))
     clock("update")
