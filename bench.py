@@ -11,7 +11,7 @@ step        a whole GRPO step (rollout, reference, update, optimizer; LoRA of ra
             PEFT: 2 problems x 8 responses x 64 tokens; and the default Countdown step of train.py
 memory      peak memory of the same, each in a process of its own
 limits      useful arithmetic of rollout and update over the matmul rate of this machine, bytes of decoding over its bandwidth
-overhead    what SuS adds to plain GRPO, with the policy's own base and with MiniLM as encoder
+overhead    what SuS adds to plain GRPO, with the policy's own base and with MiniLM as encoder; peaks with the system's allocator as it is
 growth      time and memory of an update against group size, prompt, response and vocabulary, with fitted exponents
 
 The large shape has random weights and 135 million parameters (SmolLM2's). Both sides take turns, each in a process of its own and
@@ -51,7 +51,7 @@ class Config:
     parts: tuple = knob(PARTS, "what to measure")
     folder: str = knob(".", "where bench.json and bench.png go")
     cache: str = knob("cache", "folder of the tiny base model")
-    rounds: int = knob(3, "how often each pair takes its turns", low=1)
+    rounds: int = knob(3, "how often each pair takes its turns", low=1, high=200)
     child: tuple = knob((), "for its own processes")
 
 
@@ -132,8 +132,8 @@ def step(folder: Path, cache: Path, rounds: int) -> None:
         report(name, [b / a for a, b in pairs[1:]], "times as fast as TRL's GRPOTrainer")
 
 
-def in_child(*words: str) -> float:
-    """A figure that a process of its own prints: its peak memory, or its seconds."""
+def in_child(*words: str):
+    """What a process of its own prints: its peak memory, or the seconds and the memory of `grow`."""
     done = subprocess.run([sys.executable, __file__, "--child", ",".join(words)], capture_output=True, text=True)
     if done.returncode:
         last = done.stderr.strip().splitlines()[-1:] or ["killed"]
@@ -297,8 +297,8 @@ def child(kind: str, *words: str) -> None:
 def main(argv: list[str] | None = None) -> None:
     config, _ = parse(Config, __doc__, argv)
     try:
-        if config.child[:1] != ("overhead",):               # as train.py does. Memory that is used again breaks into pieces: how well
-            budget.reuse_memory()                           # they fit is chance, a few per cent, more than what SuS adds
+        if config.child[:1] != ("overhead",):               # train.py does it too; but memory that is used again breaks into pieces,
+            budget.reuse_memory()                           # and how well they fit is chance: more than what SuS adds
         if config.child:
             return child(*config.child)
         if odd := set(config.parts) - set(PARTS):

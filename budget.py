@@ -66,7 +66,7 @@ def shape_of(name: str) -> ModelConfig:
 def activation_bytes(shape: ModelConfig, bytes: int, rank: int) -> float:
     """What the update keeps for the backward pass, a token and layer; counted from the tensors that autograd saves."""
     sizes = (shape.hidden_size, shape.heads * shape.head_dim, 2 * shape.kv_heads * shape.head_dim, shape.intermediate_size, rank)
-    weights = (17.1, 7.5, 6.3, 12.1, 33) if bytes == 4 else (12.6, 3.8, 3.1, 6.1, 31)
+    weights = (16.6, 8.3, 6.3, 12.0, 34.5) if bytes == 4 else (8.3, 4.2, 3.2, 6.0, 31.8)
     return sum(size * weight for size, weight in zip(sizes, weights))
 
 

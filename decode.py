@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import lora
-from model import SharedPrefix, Transformer, rms_norm
+from model import Layer, SharedPrefix, Transformer, rms_norm
 
-WIDTH = 288                             # outputs in a piece, at most
+WIDTH = 288                             # outputs in a piece, at most; more if no number near it divides them
 
 
 def pair(x: Tensor) -> Tensor:
@@ -26,22 +26,30 @@ def pair(x: Tensor) -> Tensor:
     return x.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
 
 
-def unpaired(x: Tensor) -> Tensor:
-    return x
-
-
-def fuse(projections: list[nn.Linear], width: int | None = None, orders: list = [unpaired] * 2) -> tuple[Tensor, Tensor | None]:
+def fuse(projections: list[nn.Linear], width: int | None = None, paired: int = 0) -> tuple[Tensor, Tensor | None]:
     """Projections of the same input -> weights (pieces, in, width) with the adapters merged, and biases (pieces, 1, width)
-    if they have them. `orders` puts the outputs of a projection's pieces into their order."""
+    if they have them. In the pieces of the first `paired` projections, outputs stand in pairs."""
     first = projections[0]
     width = width or next(w for w in (*range(WIDTH, WIDTH // 2, -1), first.out_features) if first.out_features % w == 0)
     counts = [layer.out_features // width for layer in projections]
     weights = first.weight.new_empty(sum(counts), first.in_features, width)
-    for layer, part, order in zip(projections, weights.split(counts), orders):
-        part.copy_(order(lora.merge(layer).t().unflatten(1, (-1, width))).transpose(0, 1))
+    for number, (layer, part) in enumerate(zip(projections, weights.split(counts))):
+        pieces = lora.merge(layer).t().unflatten(1, (-1, width)).transpose(0, 1)
+        part.copy_(pair(pieces) if number < paired else pieces)
     if first.bias is None:
         return weights, None
-    return weights, torch.cat([order(layer.bias.view(-1, 1, width)) for layer, order in zip(projections, orders)])
+    biases = [layer.bias.view(-1, 1, width) for layer in projections]
+    return weights, torch.cat([pair(bias) if number < paired else bias for number, bias in enumerate(biases)])
+
+
+def fuse_layer(layer: Layer) -> tuple:
+    """q, k, v; the gains of q's and k's norms, if there are any; o; gate, up; down."""
+    attention, mlp, gains = layer.self_attn, layer.mlp, None
+    if attention.qk_norm:
+        gains = torch.cat([pair(norm.weight).expand(projection.out_features // attention.head_dim, 1, -1) for norm, projection
+                           in ((attention.q_norm, attention.q_proj), (attention.k_norm, attention.k_proj))])     # (heads + kv, 1, d)
+    return (fuse([attention.q_proj, attention.k_proj, attention.v_proj], attention.head_dim, paired=2), gains,
+            fuse([attention.o_proj]), fuse([mlp.gate_proj, mlp.up_proj]), fuse([mlp.down_proj]))
 
 
 def project(x: Tensor, weights: Tensor, biases: Tensor | None) -> Tensor:
@@ -59,7 +67,7 @@ class Decoder:
     """B prompts that `prefix` has read, `samples` responses each, up to `room` tokens long."""
     def __init__(self, model: Transformer, prefix: SharedPrefix, start: Tensor | None, samples: int, room: int):
         self.model, self.length = model, 0
-        self.weights = [self.fused(layer.self_attn, layer.mlp) for layer in model.layers]
+        self.weights = [fuse_layer(layer) for layer in model.layers]
         # Queries and keys carry half of the attention's scale each, hence the fourth root.
         self.scale = model.config.head_dim ** -0.25
         self.prompt = [(pair(k) * self.scale, v) for k, v in prefix.prompt]                      # (B, kv, P, d) each
@@ -71,11 +79,6 @@ class Decoder:
             padding = torch.arange(P, device=model.device) < start[:, None]                      # (B, P)
             self.mask = self.own[0].new_zeros(B, 1, 1, P).masked_fill(padding[:, None, None], -torch.inf)
 
-    def fused(self, attention, mlp) -> tuple:
-        """One layer's weights: q, k, v; o; gate, up; down."""
-        return (fuse([attention.q_proj, attention.k_proj, attention.v_proj], attention.head_dim, [pair, pair, unpaired]),
-                fuse([attention.o_proj]), fuse([mlp.gate_proj, mlp.up_proj]), fuse([mlp.down_proj]))
-
     def step(self, tokens: Tensor) -> Tensor:
         """The next token of every row (B, G) -> the last layer's normed states (B * G, D)."""
         positions = (self.first + self.length).repeat_interleave(tokens.shape[1])                # (n,)
@@ -83,20 +86,18 @@ class Decoder:
         turn = torch.polar(torch.full_like(angles, self.scale), angles)
         self.length += 1
         x = self.model.embed_tokens(tokens.flatten())                                            # (n, D)
-        for number, (layer, (qkv, output, gate_up, down)) in enumerate(zip(self.model.layers, self.weights)):
-            x = add(x, project(self.attend(number, project(layer.input_layernorm(x), *qkv), turn), *output))
+        for number, (layer, (qkv, gains, output, gate_up, down)) in enumerate(zip(self.model.layers, self.weights)):
+            x = add(x, project(self.attend(number, project(layer.input_layernorm(x), *qkv), gains, turn), *output))
             gate, up = project(layer.post_attention_layernorm(x), *gate_up).chunk(2)             # (pieces, n, width) each
             x = add(x, project(F.silu(gate, inplace=True).mul_(up).transpose(0, 1).flatten(1), *down))
         return self.model.norm(x)
 
-    def attend(self, number: int, heads: Tensor, turn: Tensor) -> Tensor:
+    def attend(self, number: int, heads: Tensor, gains: Tensor | None, turn: Tensor) -> Tensor:
         """Each row's new query over its prompt and its own tokens: (heads + 2 kv, n, d) -> (n, heads * d)."""
-        attention, own, (prompt_keys, prompt_values) = self.model.layers[number].self_attn, self.own[number], self.prompt[number]
+        own, (prompt_keys, prompt_values) = self.own[number], self.prompt[number]
         (_, B, kv, G, _, d), P, T, dtype = own.shape, prompt_keys.shape[2], self.length, heads.dtype
-        if attention.qk_norm:
-            q, k, v = heads.split((len(heads) - 2 * kv, kv, kv))
-            q, k = (rms_norm(x, pair(norm.weight), norm.eps)[0] for x, norm in ((q, attention.q_norm), (k, attention.k_norm)))
-            heads = torch.cat((q, k, v))
+        if gains is not None:
+            heads[:-kv] = rms_norm(heads[:-kv], gains, self.model.config.norm_eps)[0]
         heads = heads.float()
         torch.view_as_complex(heads[:-kv].unflatten(2, (-1, 2))).mul_(turn)                      # the queries and the keys
         heads = heads.to(dtype)

@@ -10,8 +10,8 @@ the projections, a norm on queries and keys, and whether the head shares the emb
 
 Batches are padded on the left. Row b's text begins at slot `start[b]`, and that one number is all the
 padding the model knows about: slot i has position i - start, and sees slot j when start <= j <= i. The same
-rule serves whole sequences, prompts, responses that continue a prompt, and single decoded tokens, so
-training and sampling run through the same code.
+rule serves whole sequences, prompts, and responses that continue a prompt. Single tokens have a faster way of
+their own, decode.py, which tests hold to this one.
 
 Read by everything else; needs nothing but torch and files.py.
 """
@@ -111,7 +111,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 class Normed(torch.autograd.Function):
-    """RMSNorm. Keeps x and one column, where autograd alone would keep x, x^2's parts and y."""
+    """RMSNorm in few passes over memory. Keeps x as it is and one column, where autograd would keep bf16 as fp32."""
     @staticmethod
     def forward(ctx, x, weight, eps):
         y, scale = rms_norm(x, weight, eps)
@@ -156,6 +156,7 @@ class Rotated(torch.autograd.Function):
 
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """For Rotated alone: autograd does not see through it."""
     (left, right), y = x.chunk(2, dim=-1), torch.empty_like(x)
     for half, a, b, sign in zip(y.chunk(2, dim=-1), (left, right), (right, left), (-1, 1)):
         torch.mul(a, cos, out=half).addcmul_(b, sin, value=sign)        # into place: no copy to negate or join the halves

@@ -4,6 +4,7 @@ Each runs in a process of its own, as its users have it, and takes its turn when
 pipe, `main` the other. Questions and answers are lines of JSON.
 """
 import json
+import os
 import random
 import resource
 import subprocess
@@ -22,7 +23,8 @@ from model import ModelConfig, Transformer
 
 LARGE = {**tiny.CONFIG, "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
          "num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 2048}
-SAMPLES, NEW_TOKENS, MANY = 8, 64, 1000                     # more steps than anyone asks for
+SAMPLES, NEW_TOKENS = 8, 64
+MANY = 1000                             # steps that TRL is told to take; it is asked for fewer
 
 
 class Peer:
@@ -39,14 +41,15 @@ class Peer:
             pass                                            # it is gone: the next line says why
         if not (answer := self.process.stdout.readline()):
             self.complaints.seek(0)
-            raise ValueError(f"a peer failed ({' '.join(self.process.args[2:])}): {(self.complaints.read().splitlines() or ['killed'])[-1]}")
+            raise ValueError(f"a peer failed ({' '.join(self.process.args[2:])}): {(self.complaints.read().strip().splitlines() or ['killed'])[-1]} "
+                             f"(exit code {self.process.wait()})")
         return json.loads(answer)
 
     def __enter__(self) -> "Peer":
         return self
 
     def __exit__(self, *error) -> None:
-        self.process.kill(), self.process.communicate()
+        self.process.kill(), self.process.communicate(), self.complaints.close()
 
 
 def timed(function, *arguments) -> tuple[float, object]:
@@ -93,7 +96,7 @@ def trl_trainer(model, tokenizer, rows: dict, judge, samples: int, tokens: int, 
         output_dir=str(folder / "trl"), per_device_train_batch_size=count * samples, num_generations=samples, max_completion_length=tokens,
         beta=kl, temperature=1.0, top_k=0, top_p=1.0, learning_rate=1e-4, max_steps=MANY, use_cpu=True, report_to="none",
         save_strategy="no", logging_strategy="no", disable_tqdm=True, bf16=False, fp16=False, gradient_checkpointing=False,
-        loss_type="grpo", **more)
+        loss_type="grpo", shuffle_dataset=False, **more)
     return trl.GRPOTrainer(
         model, judge, arguments, datasets.Dataset.from_dict({name: column * MANY for name, column in rows.items()}),
         processing_class=tokenizer, callbacks=[callback],
@@ -106,7 +109,8 @@ def make_clock(answer):
 
     class Clock(transformers.TrainerCallback):
         def on_step_begin(self, *arguments, **options):
-            sys.stdin.readline()
+            if not sys.stdin.readline():
+                sys.exit()                                  # nobody is left to ask
             self.begin = time.perf_counter()
 
         def on_step_end(self, *arguments, **options):
@@ -155,7 +159,8 @@ def countdown_side(cache: Path, folder: Path, answer) -> None:
 
 
 def main() -> None:
-    answers, sys.stdout = sys.stdout, sys.stderr            # TRL prints as well
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)                                           # TRL prints as well
     kind, *words = sys.argv[1:]
     def answer(value):
         print(json.dumps(value), file=answers, flush=True)

@@ -91,7 +91,10 @@ def colour(name: str, names: list[str]) -> str:
         return COLOURS[name]
     known = name.split("-")[0]
     taken = sum(other.split("-")[0] == known for other in names)
-    return COLOURS[known] if known in COLOURS and taken == 1 else PALETTE[names.index(name) % len(PALETTE)]
+    if known in COLOURS and taken == 1:
+        return COLOURS[known]
+    free = [shade for shade in PALETTE if shade not in {COLOURS.get(other) for other in names}] or PALETTE
+    return free[[other for other in names if other not in COLOURS].index(name) % len(free)]
 
 
 def band(axis, xs, values: list[list[float]], colour: str, **style) -> None:

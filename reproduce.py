@@ -1,8 +1,8 @@
 """The paper's tables and figures, from scratch on one machine: settings x seeds on Countdown, then statistics.
 
     python reproduce.py                 main results and ablation, five seeds
-    python reproduce.py --quick         the same story in about twelve minutes, with wider intervals
-    python reproduce.py --part sweep    sensitivity of SuS to alpha and the two lambdas: validation problems, other seeds
+    python reproduce.py --quick         the same story in about a quarter of an hour, with wider intervals
+    python reproduce.py --part sweep    sensitivity of SuS to alpha, the two lambdas and KL: validation problems, other seeds
     python reproduce.py --part tune     as many settings of plain GRPO, on the same problems and seeds: the best baseline
     python reproduce.py --part others   literal Algorithm 1, the other reading, gates, learned lambdas: what else was tried
 
@@ -35,8 +35,8 @@ MAIN = {"sus": "", "grpo": "--method grpo", "grpo-kl-0.1": "--method grpo --kl 0
         "ss": "--method ss", "surprise": "--method surprise", "perplexity": f"--method perplexity {IDLE}",
         "oracle": f"--method oracle --alpha 4 {IDLE}"}
 QUICK = {name: MAIN[name] for name in ("sus", "grpo", "grpo-no-kl")}
-# Both methods may choose among as many settings on validation problems; train.py's defaults are the best ones of SuS.
-SWEEP = {"sus": "", "alpha=8": "--alpha 8", "alpha=32": "--alpha 32", "lambda_ss=0.5": "--lambda-ss 0.5",
+# Both methods may choose among as many settings on validation problems.
+SWEEP = {"sus": "", "alpha=4": "--alpha 4", "alpha=16": "--alpha 16", "lambda_ss=0.5": "--lambda-ss 0.5",
          "lambda_ss=2": "--lambda-ss 2", "lambda_sus=0": "--lambda-sus 0", "lambda_sus=1": "--lambda-sus 1",
          "kl=0.01": "--kl 0.01", "kl=0.1": "--kl 0.1"}
 TUNE = {name: f"--method grpo {flags}"

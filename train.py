@@ -226,20 +226,21 @@ def train_step(run: Run) -> dict:
     for _ in range(config.epochs):
         metrics = grpo.accumulate_gradient(model, prompts, rollout, advantages, run.settings, reference, old)
         norm = torch.nn.utils.clip_grad_norm_(run.adapters.values(), config.clip_gradient).item()
-        if not (skipped := not (math.isfinite(metrics["loss"]) and math.isfinite(norm))):
+        finite = math.isfinite(metrics["loss"]) and math.isfinite(norm)
+        if finite:                                          # one bad batch must not poison the adapters and the optimizer
             run.optimizer.step()
         run.optimizer.zero_grad()                           # at once: in the next rollout gradients would lie about in the memory
-        if skipped:
-            break                                           # one bad batch must not poison the adapters and the optimizer
+        if not finite:
+            break
     if run.strategist:
         more |= run.strategist.update(config.strategy_updates, run.generator("replay", run.step))
     clock("update")
 
-    rate, run.step, run.skipped = run.learning_rate(), run.step + 1, run.skipped + 1 if skipped else 0
+    rate, run.step, run.skipped = run.learning_rate(), run.step + 1, 0 if finite else run.skipped + 1
     seen |= {"correct": correct, "reward": rewards, "tokens": rollout.lengths.view_as(correct),
              "finished": rollout.finished.view_as(correct), "logprob": rollout.logprobs.sum(1).view_as(correct)}
     whole = summarise(seen, config.normalise)
-    return {"step": run.step, **metrics, **whole, **more, "gradient_norm": norm, "learning_rate": rate, "skipped": int(skipped),
+    return {"step": run.step, **metrics, **whole, **more, "gradient_norm": norm, "learning_rate": rate, "skipped": int(not finite),
             "tokens_per_second": whole["tokens"] / sum(clock.seconds.values()), **clock.seconds}
 
 

@@ -19,5 +19,5 @@ def test_a_peer_counts_its_tokens(tmp_path):
 
 def test_a_peer_that_fails_says_why(tmp_path):
     with peers.Peer("generate", tmp_path / "nothing") as peer:
-        with pytest.raises(ValueError, match=r"a peer failed \(generate .*nothing"):
+        with pytest.raises(ValueError, match=r"a peer failed \(generate .*nothing\): .*Error.*exit code 1"):
             peer.ask([[1]], 1, [])

@@ -7,7 +7,7 @@ import transformers
 from conftest import small_config, small_model
 from safetensors.torch import load_file, save_file
 
-from model import Gated, ModelConfig, SharedPrefix, Transformer
+from model import Gated, ModelConfig, Rotated, SharedPrefix, Transformer, checkpoint_name
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 16}
@@ -45,8 +45,9 @@ def test_logits_and_gradients_equal_transformers(variant, tmp_path):
     torch.testing.assert_close(logits[0], logits[1], atol=1e-4, rtol=1e-4)
     for value in logits:
         (value * weights).sum().backward()
-    expected = theirs.get_input_embeddings().weight.grad
-    torch.testing.assert_close(ours.embed_tokens.weight.grad, expected, atol=1e-5 * expected.abs().max().item(), rtol=1e-4)
+    for name, parameter in ours.named_parameters():
+        expected = theirs.get_parameter(checkpoint_name(name)).grad
+        torch.testing.assert_close(parameter.grad, expected, atol=1e-5 * expected.abs().max().item(), rtol=1e-4, msg=name)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "llama", "qwen3"])
@@ -150,3 +151,11 @@ def test_a_model_that_is_nowhere():
     for name in ("no/such-model", "./nothing", "word", "a/b/c"):
         with pytest.raises(ValueError, match=name.replace(".", r"\.")):
             Transformer.from_pretrained(name)
+
+
+def test_the_gradient_of_a_rotation_is_turned_back():
+    x, angles = torch.randn(2, 3, 2, 8, dtype=torch.float64, requires_grad=True), torch.randn(2, 3, 1, 4, dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda x: Rotated.apply(x, angles.cos(), angles.sin()), (x,))
+    y = Rotated.apply(x, angles.cos(), angles.sin())
+    pairs, turned = (torch.complex(*t.chunk(2, dim=-1)) for t in (x, y))
+    torch.testing.assert_close(turned, pairs * torch.polar(torch.ones_like(angles), angles))

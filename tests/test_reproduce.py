@@ -5,6 +5,8 @@ from dataclasses import asdict
 import pytest
 from test_plot import make_run
 
+import flags
+import knobs
 import plot
 import reproduce
 
@@ -50,6 +52,8 @@ def test_a_plan_tunes_on_other_problems_and_seeds_than_it_reports():
     config = reproduce.Config()
     tune, sweep, main = (reproduce.plan(reproduce.Config(part=part)) for part in ("tune", "sweep", "main"))
     assert len(tune) == len(sweep) and {job.seed for job in tune} == {job.seed for job in sweep}      # the same budget for both
+    for part in (tune, sweep, main):
+        assert len({str(flags.parse(knobs.Config, "", job.flags)[0]) for job in part}) == len(part)      # no setting twice
     tune += sweep
     assert {job.seed for job in tune}.isdisjoint(job.seed for job in main)
     assert all("validation" in job.flags for job in tune) and all("test" in job.flags for job in main)
