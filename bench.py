@@ -11,7 +11,7 @@ step        a whole GRPO step (rollout, reference, update, optimizer; LoRA of ra
             PEFT: 2 problems x 8 responses x 64 tokens; and the default Countdown step of train.py
 memory      peak memory of the same, each in a process of its own
 limits      useful arithmetic of rollout and update over the matmul rate of this machine, bytes of decoding over its bandwidth
-overhead    what SuS adds to plain GRPO, with the policy's own base and with MiniLM as encoder; peaks with the system's allocator as it is
+overhead    what SuS adds to plain GRPO, with the policy's own base and with MiniLM as encoder
 growth      time and memory of an update against group size, prompt, response and vocabulary, with fitted exponents
 
 The large shape has random weights and 135 million parameters (SmolLM2's). Both sides take turns, each in a process of its own and
@@ -133,8 +133,10 @@ def step(folder: Path, cache: Path, rounds: int) -> None:
 
 
 def in_child(*words: str):
-    """What a process of its own prints: its peak memory, or the seconds and the memory of `grow`."""
-    done = subprocess.run([sys.executable, __file__, "--child", ",".join(words)], capture_output=True, text=True)
+    """What a process of its own prints: its peak memory, or the seconds and the memory of `grow`. Where it does not ask for memory
+    to be used again, freed tensors go back to the system at once: its peak is then what it holds, not how well the pieces fit."""
+    done = subprocess.run([sys.executable, __file__, "--child", ",".join(words)], capture_output=True, text=True,
+                          env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"})
     if done.returncode:
         last = done.stderr.strip().splitlines()[-1:] or ["killed"]
         raise ValueError(f"a measurement failed ({' '.join(words)}): {last[0]}")
@@ -297,8 +299,8 @@ def child(kind: str, *words: str) -> None:
 def main(argv: list[str] | None = None) -> None:
     config, _ = parse(Config, __doc__, argv)
     try:
-        if config.child[:1] != ("overhead",):               # train.py does it too; but memory that is used again breaks into pieces,
-            budget.reuse_memory()                           # and how well they fit is chance: more than what SuS adds
+        if config.child[:1] != ("overhead",):               # as train.py does; but how well used memory fits again is chance,
+            budget.reuse_memory()                           # and more than what SuS adds
         if config.child:
             return child(*config.child)
         if odd := set(config.parts) - set(PARTS):

@@ -2,9 +2,10 @@
 
 Equal to `model.hidden`, token by token and up to rounding, and faster (bench.py says by how much). What it saves:
 
-    weights      adapters are merged; q, k and v are one product, gate and up another, in pieces of a head or of up to
-                 WIDTH outputs each: as a batch of small products a CPU gets through them up to one and a half times as fast
-    rotation     rows of the q and k weights are reordered so that a pair to be turned is one complex number
+    columns      states stand in columns, x (D, n), so a projection is W x with W as it is stored: for few rows a CPU is up to
+                 twice as fast as with x W^T, and the head needs no second copy
+    weights      adapters are merged; q, k and v are one product, gate and up another; on a CPU each in pieces of up to
+                 WIDTH outputs, which it gets through faster than the whole; the residual is added inside the product
     attention    a prompt's keys and values are kept and read once for all responses to it; a response's own stand in
                  room made beforehand; query heads that share a key are rows of one product, so keys are never repeated
 
@@ -16,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import lora
-from model import Layer, SharedPrefix, Transformer, rms_norm
+from model import Attention, Layer, SharedPrefix, Transformer, rms_norm
 
-WIDTH = 288                             # outputs in a piece, at most; more if no number near it divides them
+WIDTH = 128                             # outputs in a piece, at most
 
 
 def pair(x: Tensor) -> Tensor:
@@ -26,53 +27,70 @@ def pair(x: Tensor) -> Tensor:
     return x.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
 
 
-def fuse(projections: list[nn.Linear], width: int | None = None, paired: int = 0) -> tuple[Tensor, Tensor | None]:
-    """Projections of the same input -> weights (pieces, in, width) with the adapters merged, and biases (pieces, 1, width)
-    if they have them. In the pieces of the first `paired` projections, outputs stand in pairs."""
-    first = projections[0]
-    width = width or next(w for w in (*range(WIDTH, WIDTH // 2, -1), first.out_features) if first.out_features % w == 0)
-    counts = [layer.out_features // width for layer in projections]
-    weights = first.weight.new_empty(sum(counts), first.in_features, width)
-    for number, (layer, part) in enumerate(zip(projections, weights.split(counts))):
-        pieces = lora.merge(layer).t().unflatten(1, (-1, width)).transpose(0, 1)
-        part.copy_(pair(pieces) if number < paired else pieces)
-    if first.bias is None:
-        return weights, None
-    biases = [layer.bias.view(-1, 1, width) for layer in projections]
-    return weights, torch.cat([pair(bias) if number < paired else bias for number, bias in enumerate(biases)])
+def cut(weight: Tensor, width: int | None = None) -> Tensor:
+    """(out, in) -> (pieces, width, in), a view."""
+    choices = range(WIDTH, WIDTH // 4, -1) if weight.device.type == "cpu" else ()
+    return weight.unflatten(0, (-1, width or next((w for w in choices if len(weight) % w == 0), len(weight))))
+
+
+def fuse(*projections: nn.Linear) -> tuple[Tensor, Tensor | None]:
+    """Projections of the same input -> their weights (out, in) with the adapters merged, and biases (out, 1) if they have any."""
+    weights, biases = [lora.merge(layer) for layer in projections], [layer.bias for layer in projections]
+    return torch.cat(weights) if weights[1:] else weights[0], None if biases[0] is None else torch.cat(biases)[:, None]
+
+
+def fuse_heads(attention: Attention) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """q, k and v by heads: weights (heads + 2 kv, d, in), biases (heads + 2 kv, 1, d), gains (heads + kv, 1, d) of q's and k's norms.
+    What is to be turned, all but v, stands in pairs."""
+    (weights, biases), d, kv = fuse(attention.q_proj, attention.k_proj, attention.v_proj), attention.head_dim, attention.kv_heads
+    weights = cut(weights, d)
+    weights[:-kv] = pair(weights[:-kv].transpose(1, 2)).transpose(1, 2)
+    if biases is not None:
+        biases = biases.view(-1, 1, d)
+        biases[:-kv] = pair(biases[:-kv])
+    if not attention.qk_norm:
+        return weights, biases, None
+    return weights, biases, torch.cat([pair(norm.weight).expand(count, 1, d) for norm, count in
+                                       ((attention.q_norm, len(weights) - 2 * kv), (attention.k_norm, kv))])
 
 
 def fuse_layer(layer: Layer) -> tuple:
-    """q, k, v; the gains of q's and k's norms, if there are any; o; gate, up; down."""
-    attention, mlp, gains = layer.self_attn, layer.mlp, None
-    if attention.qk_norm:
-        gains = torch.cat([pair(norm.weight).expand(projection.out_features // attention.head_dim, 1, -1) for norm, projection
-                           in ((attention.q_norm, attention.q_proj), (attention.k_norm, attention.k_proj))])     # (heads + kv, 1, d)
-    return (fuse([attention.q_proj, attention.k_proj, attention.v_proj], attention.head_dim, paired=2), gains,
-            fuse([attention.o_proj]), fuse([mlp.gate_proj, mlp.up_proj]), fuse([mlp.down_proj]))
+    """The norms' gains and the weights, in the order in which `step` takes them."""
+    (output, *output_bias), (gate_up, *gate_up_bias), (down, *down_bias) = (
+        fuse(layer.self_attn.o_proj), fuse(layer.mlp.gate_proj, layer.mlp.up_proj), fuse(layer.mlp.down_proj))
+    return (layer.input_layernorm.weight[:, None], fuse_heads(layer.self_attn), (cut(output), *output_bias),
+            layer.post_attention_layernorm.weight[:, None], (cut(gate_up), *gate_up_bias), (cut(down), *down_bias))
 
 
 def project(x: Tensor, weights: Tensor, biases: Tensor | None) -> Tensor:
-    """x (n, in) -> (pieces, n, width)."""
-    x = x.expand(len(weights), *x.shape)
-    return torch.bmm(x, weights) if biases is None else torch.baddbmm(biases, x, weights)
+    """x (in, n) -> (out, n)."""
+    y = torch.bmm(weights, x.expand(len(weights), -1, -1)).flatten(0, 1)
+    return y if biases is None else y.add_(biases)
 
 
-def add(x: Tensor, y: Tensor) -> Tensor:
-    """x (n, D) + a projection y (pieces, n, width) of the same size."""
-    return (x.unflatten(1, (len(y), -1)) + y.transpose(0, 1)).flatten(1)
+def project_rows(x: Tensor, weights: Tensor, biases: Tensor | None) -> Tensor:
+    """x (in, n) -> (pieces, n, width): the same product, with the pieces' outputs in rows."""
+    y = torch.bmm(x.t().expand(len(weights), -1, -1), weights.transpose(1, 2))
+    return y if biases is None else y.add_(biases)
+
+
+def add_projected(x: Tensor, y: Tensor, weights: Tensor, biases: Tensor | None) -> None:
+    """x (out, n) += W y + b, in place."""
+    x.view(*weights.shape[:2], -1).baddbmm_(weights, y.expand(len(weights), -1, -1))
+    if biases is not None:
+        x.add_(biases)
 
 
 class Decoder:
     """B prompts that `prefix` has read, `samples` responses each, up to `room` tokens long."""
     def __init__(self, model: Transformer, prefix: SharedPrefix, start: Tensor | None, samples: int, room: int):
         self.model, self.length = model, 0
-        self.weights = [fuse_layer(layer) for layer in model.layers]
+        self.weights, self.head = [fuse_layer(layer) for layer in model.layers], cut(model.head)
         # Queries and keys carry half of the attention's scale each, hence the fourth root.
         self.scale = model.config.head_dim ** -0.25
-        self.prompt = [(pair(k) * self.scale, v) for k, v in prefix.prompt]                      # (B, kv, P, d) each
-        B, kv, P, d = self.prompt[0][0].shape
-        self.own = [k.new_empty(2, B, kv, samples, room, d) for k, _ in self.prompt]             # the responses' keys and values
+        self.prompt = [(pair(k).mul_(self.scale).flatten(0, 1).transpose(1, 2), v.flatten(0, 1)) for k, v in prefix.prompt]
+        B, kv, P, d = prefix.prompt[0][0].shape                         # hence (B * kv, d, P) and (B * kv, P, d)
+        self.own = [v.new_empty(2, B, kv, samples, room, d) for _, v in self.prompt]             # the responses' keys and values
         self.first = torch.full((B,), P, device=model.device) if start is None else P - start    # where responses begin
         self.mask, self.frequencies = None, model.frequencies.to(model.device)
         if start is not None:
@@ -80,37 +98,42 @@ class Decoder:
             self.mask = self.own[0].new_zeros(B, 1, 1, P).masked_fill(padding[:, None, None], -torch.inf)
 
     def step(self, tokens: Tensor) -> Tensor:
-        """The next token of every row (B, G) -> the last layer's normed states (B * G, D)."""
+        """The next token of every row (B, G) -> logits (B * G, V)."""
+        x = self.model.embed_tokens(tokens.flatten()).t().contiguous()                           # (D, n)
         positions = (self.first + self.length).repeat_interleave(tokens.shape[1])                # (n,)
         angles = positions[:, None] * self.frequencies                                           # (n, d/2)
         turn = torch.polar(torch.full_like(angles, self.scale), angles)
         self.length += 1
-        x = self.model.embed_tokens(tokens.flatten())                                            # (n, D)
-        for number, (layer, (qkv, gains, output, gate_up, down)) in enumerate(zip(self.model.layers, self.weights)):
-            x = add(x, project(self.attend(number, project(layer.input_layernorm(x), *qkv), gains, turn), *output))
-            gate, up = project(layer.post_attention_layernorm(x), *gate_up).chunk(2)             # (pieces, n, width) each
-            x = add(x, project(F.silu(gate, inplace=True).mul_(up).transpose(0, 1).flatten(1), *down))
-        return self.model.norm(x)
+        for number, (before, qkv, output, after, gate_up, down) in enumerate(self.weights):
+            add_projected(x, self.attend(number, self.norm(x, before), *qkv, turn).t(), *output)
+            gate, up = project(self.norm(x, after), *gate_up).chunk(2)                           # (width, n) each
+            add_projected(x, F.silu(gate, inplace=True).mul_(up), *down)
+        return project_rows(self.norm(x, self.model.norm.weight[:, None]), self.head, None).transpose(0, 1).flatten(1)
 
-    def attend(self, number: int, heads: Tensor, gains: Tensor | None, turn: Tensor) -> Tensor:
-        """Each row's new query over its prompt and its own tokens: (heads + 2 kv, n, d) -> (n, heads * d)."""
-        own, (prompt_keys, prompt_values) = self.own[number], self.prompt[number]
-        (_, B, kv, G, _, d), P, T, dtype = own.shape, prompt_keys.shape[2], self.length, heads.dtype
+    def norm(self, x: Tensor, gain: Tensor) -> Tensor:
+        """RMSNorm of columns (D, n), in fp32."""
+        wide = x.float()
+        return (wide * wide.square().sum(0).div_(len(x)).add_(self.model.config.norm_eps).rsqrt_()).to(x.dtype).mul_(gain)
+
+    def attend(self, number: int, x: Tensor, weights: Tensor, biases: Tensor | None, gains: Tensor | None, turn: Tensor) -> Tensor:
+        """Each row's new query over its prompt and its own tokens: x (D, n) -> (n, heads * d)."""
+        own, (prompt_keys, prompt_values), heads = self.own[number], self.prompt[number], project_rows(x, weights, biases)
+        (_, B, kv, G, _, d), P, T, dtype = own.shape, prompt_keys.shape[2], self.length, x.dtype  # heads (heads + 2 kv, n, d)
         if gains is not None:
             heads[:-kv] = rms_norm(heads[:-kv], gains, self.model.config.norm_eps)[0]
         heads = heads.float()
         torch.view_as_complex(heads[:-kv].unflatten(2, (-1, 2))).mul_(turn)                      # the queries and the keys
         heads = heads.to(dtype)
         q = heads[:-2 * kv].view(kv, -1, B, G, d).permute(2, 0, 3, 1, 4).reshape(B * kv, -1, d)  # (B * kv, G * heads / kv, d)
-        own[:, :, :, :, T - 1] = heads[-2 * kv:].view(2, kv, B, G, d).transpose(1, 2)
-        keys, values = own[:, :, :, :, :T].flatten(1, 3)                                         # (B * kv * G, T, d) each
-        seen = torch.bmm(q, prompt_keys.flatten(0, 1).transpose(1, 2))                           # (B * kv, G * heads / kv, P)
+        own.select(4, T - 1).copy_(heads[-2 * kv:].view(2, kv, B, G, d).transpose(1, 2))
+        keys, values = own.narrow(4, 0, T).flatten(1, 3)                                         # (B * kv * G, T, d) each
+        seen = torch.bmm(q, prompt_keys)                                                         # (B * kv, G * heads / kv, P)
         if self.mask is not None:
             seen = (seen.unflatten(0, (B, kv)) + self.mask).flatten(0, 1)
         said = torch.bmm(q.view(B * kv * G, -1, d), keys.transpose(1, 2)).view(B * kv, -1, T)
         weights = torch.cat((seen, said), dim=2).softmax(2)
-        y = torch.bmm(weights[:, :, :P], prompt_values.flatten(0, 1)).view(B * kv * G, -1, d)
-        y = y.baddbmm_(weights[:, :, P:].unflatten(1, (G, -1)).flatten(0, 1), values)
+        y = torch.bmm(weights.narrow(2, 0, P), prompt_values).view(B * kv * G, -1, d)
+        y.baddbmm_(weights.narrow(2, P, T).reshape(B * kv * G, -1, T), values)
         return y.view(B, kv, G, -1).transpose(1, 2).reshape(B * G, -1)
 
     def keep(self, groups: Tensor, columns: Tensor) -> None:
@@ -120,5 +143,5 @@ class Decoder:
             self.own[number] = own.new_empty(2, len(groups), kv, columns.shape[1], room, d)
             kept = own[:, groups[:, None], :, columns, :self.length]                             # (B', G', 2, kv, T, d)
             self.own[number][..., :self.length, :] = kept.permute(2, 0, 3, 1, 4, 5)
-            self.prompt[number] = tuple(part[groups] for part in self.prompt[number])
+            self.prompt[number] = tuple(part.unflatten(0, (-1, kv))[groups].flatten(0, 1) for part in self.prompt[number])
         self.first, self.mask = self.first[groups], None if self.mask is None else self.mask[groups]

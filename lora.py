@@ -32,9 +32,7 @@ class LoRALinear(nn.Linear):
         nn.Module.__init__(self)
         self.in_features, self.out_features = base.in_features, base.out_features
         self.bias, self.scale, self.enabled = base.bias, alpha / rank, True
-        # fp32 is kept transposed in memory: a CPU multiplies few rows by it faster, in the worst case twice as fast.
-        weight = base.weight.t().contiguous().t() if base.weight.dtype == torch.float32 else base.weight
-        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.weight = nn.Parameter(base.weight, requires_grad=False)
         bound = 1 / math.sqrt(base.in_features)             # PEFT's initialisation, kaiming_uniform(a=sqrt(5))
         A = torch.empty(rank, base.in_features).uniform_(-bound, bound, generator=generator)
         self.lora_A = nn.Parameter(A.to(base.weight.device))
@@ -119,12 +117,10 @@ def disabled(model: nn.Module):
 
 @torch.no_grad()
 def merge(layer: nn.Linear) -> Tensor:
-    """W + scale * B A, in W's dtype and layout."""
+    """W + scale * B A, in W's dtype."""
     if not isinstance(layer, LoRALinear) or not layer.enabled:
         return layer.weight
-    if layer.weight.dtype == torch.float32:
-        return torch.addmm(layer.weight.t(), layer.lora_A.t(), layer.lora_B.t(), alpha=layer.scale).t()
-    return (layer.weight.float() + layer.scale * (layer.lora_B @ layer.lora_A)).to(layer.weight.dtype)
+    return (layer.lora_B @ layer.lora_A).mul_(layer.scale).add_(layer.weight).to(layer.weight.dtype)
 
 
 @contextmanager

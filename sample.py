@@ -52,10 +52,11 @@ def draw(logits: Tensor, temperature: float, uniform: Tensor) -> tuple[Tensor, T
     """logits (n, V), uniform (n,) in [0, 1) -> tokens (n,) and their log-probabilities (n,)."""
     if temperature == 0:
         return logits.argmax(-1), logits.new_zeros(len(logits), dtype=torch.float32)
-    probabilities = F.softmax(logits.float() / temperature, dim=-1)
+    probabilities = F.softmax(logits.float() / temperature if temperature != 1 else logits.float(), dim=-1)
     # Inverse transform sampling: one random number a row where multinomial draws V of them. First the block of the
     # vocabulary, then the token in it, so that sums in fp64 are short.
-    blocks = F.pad(probabilities, (0, -logits.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))        # (n, V / BLOCK, BLOCK)
+    blocks = F.pad(probabilities, (0, rest)) if (rest := -logits.shape[1] % BLOCK) else probabilities
+    blocks = blocks.unflatten(1, (-1, BLOCK))                                                    # (n, V / BLOCK, BLOCK)
     wide = wide_dtype(logits.device)
     sums = blocks.sum(2).to(wide)
     total = sums.sum(1, keepdim=True)
@@ -93,12 +94,13 @@ def generate(model: Transformer, prompts: list[list[int]], samples: int, max_new
     uniform = torch.rand(max_new_tokens, N, generator=generator, dtype=torch.float64).to(device, wide_dtype(device))
     with torch.inference_mode():
         prefix, (prompt_ids, start) = SharedPrefix(samples), pad_left(prompts, device)
-        hidden = model.hidden(prompt_ids, start, prefix)[:, -1].repeat_interleave(samples, dim=0)            # (N, D)
+        last = model.hidden(prompt_ids, start, prefix)[:, -1]                                    # (prompts, D)
+        logits = F.linear(last, model.head).repeat_interleave(samples, dim=0)                    # (N, V)
         decoder = Decoder(model, prefix, start, samples, max_new_tokens)
         rows = torch.arange(N, device=device).view(-1, samples)                              # (B, G), the rows still decoded
         for t in range(max_new_tokens):
             flat = rows.flatten()
-            tokens, ids_logprobs = draw(F.linear(hidden, model.head), temperature, uniform[t, flat])         # (B * G,) each
+            tokens, ids_logprobs = draw(logits, temperature, uniform[t, flat])         # (B * G,) each
             ids[flat, t], logprobs[flat, t] = tokens, ids_logprobs
             ended = flat[(tokens[:, None] == ends).any(1) & ~finished[flat]]
             if len(ended):
@@ -108,7 +110,7 @@ def generate(model: Transformer, prompts: list[list[int]], samples: int, max_new
                 rows, kept = shrink(rows, ~finished[rows], decoder)
                 tokens = tokens[kept]
             if t + 1 < max_new_tokens:
-                hidden = decoder.step(tokens.view_as(rows))                                  # (B * G, D)
+                logits = decoder.step(tokens.view_as(rows))                                  # (B * G, V)
     rollout = Rollout(ids, lengths, logprobs, finished)
     ids[~rollout.mask()], logprobs[~rollout.mask()] = 0, 0              # what finished rows were given while they waited
     T = int(lengths.max())

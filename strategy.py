@@ -310,9 +310,9 @@ class Strategist:
                                   settings.negatives, together=settings.reading == "equations")
             if not total.isfinite():
                 continue
-            self.optimizer.zero_grad()
             total.backward()
             self.optimizer.step()
+            self.optimizer.zero_grad()                      # gradients that lie about would add to the policy's peak
             self.networks.follow(settings.momentum)
         return metrics
 

@@ -25,11 +25,11 @@ def test_decoding_equals_the_forward_pass_of_whole_sequences(model, lengths):
     prompts, G, T = PROMPTS[lengths], 3, 12
     tokens = torch.randint(37, (len(prompts), G, T), generator=torch.Generator().manual_seed(0))
     decoder = start(model, prompts, G, T)
-    states = torch.stack([decoder.step(tokens[:, :, t]) for t in range(T)], dim=1)               # (B * G, T, D)
+    logits = torch.stack([decoder.step(tokens[:, :, t]) for t in range(T)], dim=1)               # (B * G, T, V)
     for b, prompt in enumerate(prompts):
         for g in range(G):
-            whole = model.hidden(torch.tensor([prompt + tokens[b, g].tolist()]))[0, len(prompt):]
-            torch.testing.assert_close(states[b * G + g], whole, atol=1e-4, rtol=1e-4)
+            whole = model(torch.tensor([prompt + tokens[b, g].tolist()]))[0, len(prompt):]
+            torch.testing.assert_close(logits[b * G + g], whole, atol=1e-4, rtol=1e-4)
 
 
 @torch.no_grad()
@@ -58,5 +58,5 @@ def test_bf16():
             parameter.data = parameter.data.to(torch.bfloat16)
     decoder = start(model, [[3, 4, 5]], 2, 4)
     found = [decoder.step(torch.tensor([[6, 7]])), decoder.step(torch.tensor([[8, 9]]))][1][0]
-    expected = model.hidden(torch.tensor([[3, 4, 5, 6, 8]]))[0, -1]
+    expected = model(torch.tensor([[3, 4, 5, 6, 8]]))[0, -1]
     assert found.dtype == torch.bfloat16 and (found - expected).abs().max() < 0.06 * expected.abs().max()
