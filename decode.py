@@ -2,10 +2,10 @@
 
 Equal to `model.hidden`, token by token and up to rounding, and faster (bench.py says by how much). What it saves:
 
-    columns      states stand in columns, x (D, n), so a projection is W x with W as it is stored: for few rows a CPU is up to
-                 twice as fast as with x W^T, and the head needs no second copy
-    weights      adapters are merged; q, k and v are one product, gate and up another; on a CPU each in pieces of up to
-                 WIDTH outputs, which it gets through faster than the whole; the residual is added inside the product
+    weights      adapters are merged; q, k and v are one product, gate and up another, and on a CPU all of them, the head too, are
+                 cut into pieces of a head or of up to WIDTH outputs: as a batch of small products, with the weights as they are
+                 stored, they take half to two thirds of the time that a whole one takes for a few rows
+    rotation     rows of the q and k weights are reordered so that a pair to be turned is one complex number
     attention    a prompt's keys and values are kept and read once for all responses to it; a response's own stand in
                  room made beforehand; query heads that share a key are rows of one product, so keys are never repeated
 
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import lora
-from model import Attention, Layer, SharedPrefix, Transformer, rms_norm
+from model import Attention, Layer, RMSNorm, SharedPrefix, Transformer, rms_norm
 
 WIDTH = 128                             # outputs in a piece, at most
 
@@ -27,65 +27,75 @@ def pair(x: Tensor) -> Tensor:
     return x.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
 
 
-def cut(weight: Tensor, width: int | None = None) -> Tensor:
-    """(out, in) -> (pieces, width, in), a view."""
+def width_of(weight: Tensor) -> int:
+    """How many of its outputs (out, in) make a piece: all of them, but on a CPU at most WIDTH if that divides well."""
     choices = range(WIDTH, WIDTH // 4, -1) if weight.device.type == "cpu" else ()
-    return weight.unflatten(0, (-1, width or next((w for w in choices if len(weight) % w == 0), len(weight))))
+    return next((width for width in choices if len(weight) % width == 0), len(weight))
 
 
-def fuse(*projections: nn.Linear) -> tuple[Tensor, Tensor | None]:
-    """Projections of the same input -> their weights (out, in) with the adapters merged, and biases (out, 1) if they have any."""
+def fuse(*projections: nn.Linear, width: int | None = None) -> tuple[Tensor, Tensor | None]:
+    """Projections of the same input -> their weights (pieces, width, in) with the adapters merged, and their biases
+    (pieces, 1, width) if they have any."""
     weights, biases = [lora.merge(layer) for layer in projections], [layer.bias for layer in projections]
-    return torch.cat(weights) if weights[1:] else weights[0], None if biases[0] is None else torch.cat(biases)[:, None]
+    pieces = (-1, width or width_of(weights[0]))
+    weights = (torch.cat(weights) if weights[1:] else weights[0]).unflatten(0, pieces)
+    return weights, None if biases[0] is None else torch.cat(biases).unflatten(0, pieces)[:, None]
 
 
 def fuse_heads(attention: Attention) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """q, k and v by heads: weights (heads + 2 kv, d, in), biases (heads + 2 kv, 1, d), gains (heads + kv, 1, d) of q's and k's norms.
-    What is to be turned, all but v, stands in pairs."""
-    (weights, biases), d, kv = fuse(attention.q_proj, attention.k_proj, attention.v_proj), attention.head_dim, attention.kv_heads
-    weights = cut(weights, d)
+    """q, k and v by heads: weights (heads + 2 kv, d, in), biases (heads + 2 kv, 1, d), gains (heads + kv, 1, d) of q's and k's
+    norms. What is to be turned, all but v, stands in pairs."""
+    d, kv, gains = attention.head_dim, attention.kv_heads, None
+    weights, biases = fuse(attention.q_proj, attention.k_proj, attention.v_proj, width=d)
     weights[:-kv] = pair(weights[:-kv].transpose(1, 2)).transpose(1, 2)
     if biases is not None:
-        biases = biases.view(-1, 1, d)
         biases[:-kv] = pair(biases[:-kv])
-    if not attention.qk_norm:
-        return weights, biases, None
-    return weights, biases, torch.cat([pair(norm.weight).expand(count, 1, d) for norm, count in
-                                       ((attention.q_norm, len(weights) - 2 * kv), (attention.k_norm, kv))])
+    if attention.qk_norm:
+        gains = torch.cat([pair(norm.weight).expand(count, 1, d) for norm, count in
+                           ((attention.q_norm, len(weights) - 2 * kv), (attention.k_norm, kv))])
+    return weights, biases, gains
+
+
+def fuse_norm(norm: RMSNorm) -> tuple[Tensor, Tensor]:
+    """x / sqrt(mean(x^2) + eps) * weight is x / hypot(|x|, floor) * gain, with floor and gain scaled by sqrt(D): fewer operations."""
+    size = len(norm.weight)
+    return norm.weight.float() * size ** 0.5, torch.tensor((size * norm.eps) ** 0.5, device=norm.weight.device)
 
 
 def fuse_layer(layer: Layer) -> tuple:
-    """The norms' gains and the weights, in the order in which `step` takes them."""
-    (output, *output_bias), (gate_up, *gate_up_bias), (down, *down_bias) = (
-        fuse(layer.self_attn.o_proj), fuse(layer.mlp.gate_proj, layer.mlp.up_proj), fuse(layer.mlp.down_proj))
-    return (layer.input_layernorm.weight[:, None], fuse_heads(layer.self_attn), (cut(output), *output_bias),
-            layer.post_attention_layernorm.weight[:, None], (cut(gate_up), *gate_up_bias), (cut(down), *down_bias))
+    """The norms and the weights, in the order in which `step` takes them."""
+    return (fuse_norm(layer.input_layernorm), fuse_heads(layer.self_attn), fuse(layer.self_attn.o_proj),
+            fuse_norm(layer.post_attention_layernorm), fuse(layer.mlp.gate_proj, layer.mlp.up_proj), fuse(layer.mlp.down_proj))
 
 
-def project(x: Tensor, weights: Tensor, biases: Tensor | None) -> Tensor:
-    """x (in, n) -> (out, n)."""
-    y = torch.bmm(weights, x.expand(len(weights), -1, -1)).flatten(0, 1)
+def normed(x: Tensor, gain: Tensor, floor: Tensor) -> Tensor:
+    """RMSNorm of rows (n, D), in fp32."""
+    wide = x.float()
+    return (wide / torch.hypot(torch.linalg.vector_norm(wide, dim=1, keepdim=True), floor)).mul_(gain).to(x.dtype)
+
+
+def project(x: Tensor, weights: Tensor, biases: Tensor | None = None) -> Tensor:
+    """x (n, in) -> (pieces, n, width)."""
+    y = torch.bmm(x.expand(len(weights), -1, -1), weights.transpose(1, 2))
     return y if biases is None else y.add_(biases)
 
 
-def project_rows(x: Tensor, weights: Tensor, biases: Tensor | None) -> Tensor:
-    """x (in, n) -> (pieces, n, width): the same product, with the pieces' outputs in rows."""
-    y = torch.bmm(x.t().expand(len(weights), -1, -1), weights.transpose(1, 2))
-    return y if biases is None else y.add_(biases)
+def join(y: Tensor) -> Tensor:
+    """A projection in pieces (pieces, n, width) -> rows (n, out)."""
+    return y.transpose(0, 1).flatten(1)
 
 
-def add_projected(x: Tensor, y: Tensor, weights: Tensor, biases: Tensor | None) -> None:
-    """x (out, n) += W y + b, in place."""
-    x.view(*weights.shape[:2], -1).baddbmm_(weights, y.expand(len(weights), -1, -1))
-    if biases is not None:
-        x.add_(biases)
+def add(x: Tensor, y: Tensor) -> Tensor:
+    """x (n, D) + a projection y (pieces, n, width) of the same size."""
+    return (x.unflatten(1, (len(y), -1)) + y.transpose(0, 1)).flatten(1)
 
 
 class Decoder:
     """B prompts that `prefix` has read, `samples` responses each, up to `room` tokens long."""
     def __init__(self, model: Transformer, prefix: SharedPrefix, start: Tensor | None, samples: int, room: int):
         self.model, self.length = model, 0
-        self.weights, self.head = [fuse_layer(layer) for layer in model.layers], cut(model.head)
+        self.weights, self.norm = [fuse_layer(layer) for layer in model.layers], fuse_norm(model.norm)
+        self.head = model.head.unflatten(0, (-1, width_of(model.head)))                          # (pieces, width, D)
         # Queries and keys carry half of the attention's scale each, hence the fourth root.
         self.scale = model.config.head_dim ** -0.25
         self.prompt = [(pair(k).mul_(self.scale).flatten(0, 1).transpose(1, 2), v.flatten(0, 1)) for k, v in prefix.prompt]
@@ -99,25 +109,20 @@ class Decoder:
 
     def step(self, tokens: Tensor) -> Tensor:
         """The next token of every row (B, G) -> logits (B * G, V)."""
-        x = self.model.embed_tokens(tokens.flatten()).t().contiguous()                           # (D, n)
         positions = (self.first + self.length).repeat_interleave(tokens.shape[1])                # (n,)
         angles = positions[:, None] * self.frequencies                                           # (n, d/2)
         turn = torch.polar(torch.full_like(angles, self.scale), angles)
         self.length += 1
+        x = self.model.embed_tokens(tokens.flatten())                                            # (n, D)
         for number, (before, qkv, output, after, gate_up, down) in enumerate(self.weights):
-            add_projected(x, self.attend(number, self.norm(x, before), *qkv, turn).t(), *output)
-            gate, up = project(self.norm(x, after), *gate_up).chunk(2)                           # (width, n) each
-            add_projected(x, F.silu(gate, inplace=True).mul_(up), *down)
-        return project_rows(self.norm(x, self.model.norm.weight[:, None]), self.head, None).transpose(0, 1).flatten(1)
-
-    def norm(self, x: Tensor, gain: Tensor) -> Tensor:
-        """RMSNorm of columns (D, n), in fp32."""
-        wide = x.float()
-        return (wide * wide.square().sum(0).div_(len(x)).add_(self.model.config.norm_eps).rsqrt_()).to(x.dtype).mul_(gain)
+            x = add(x, project(self.attend(number, normed(x, *before), *qkv, turn), *output))
+            gate, up = project(normed(x, *after), *gate_up).chunk(2)                             # (pieces, n, width) each
+            x = add(x, project(join(F.silu(gate, inplace=True).mul_(up)), *down))
+        return join(project(normed(x, *self.norm), self.head))
 
     def attend(self, number: int, x: Tensor, weights: Tensor, biases: Tensor | None, gains: Tensor | None, turn: Tensor) -> Tensor:
-        """Each row's new query over its prompt and its own tokens: x (D, n) -> (n, heads * d)."""
-        own, (prompt_keys, prompt_values), heads = self.own[number], self.prompt[number], project_rows(x, weights, biases)
+        """Each row's new query over its prompt and its own tokens: x (n, D) -> (n, heads * d)."""
+        own, (prompt_keys, prompt_values), heads = self.own[number], self.prompt[number], project(x, weights, biases)
         (_, B, kv, G, _, d), P, T, dtype = own.shape, prompt_keys.shape[2], self.length, x.dtype  # heads (heads + 2 kv, n, d)
         if gains is not None:
             heads[:-kv] = rms_norm(heads[:-kv], gains, self.model.config.norm_eps)[0]
