@@ -1,10 +1,10 @@
 """Decoding: one token of many rows at a time, which is most of what a rollout does.
 
-Equal to `model.hidden`, token by token and up to rounding, and faster (bench.py says by how much). What it saves:
+Equal to the model's own forward pass, token by token and up to rounding, and faster (bench.py says by how much). What it saves:
 
-    weights      adapters are merged; q, k and v are one product, gate and up another, and on a CPU all of them, the head too, are
-                 cut into pieces of a head or of up to WIDTH outputs: as a batch of small products, with the weights as they are
-                 stored, they take half to two thirds of the time that a whole one takes for a few rows
+    weights      adapters are merged; q, k and v are one product, by heads, gate and up another; on a CPU the others, the head of
+                 the model too, are cut into pieces: as a batch of small products, with the weights as they are stored, they take
+                 half to two thirds of the time that a whole one takes for a few rows
     rotation     rows of the q and k weights are reordered so that a pair to be turned is one complex number
     attention    a prompt's keys and values are kept and read once for all responses to it; a response's own stand in
                  room made beforehand; query heads that share a key are rows of one product, so keys are never repeated
@@ -19,12 +19,12 @@ from torch import Tensor
 import lora
 from model import Attention, Layer, RMSNorm, SharedPrefix, Transformer, rms_norm
 
-WIDTH = 128                             # outputs in a piece, at most
+WIDTH = 128                             # outputs in a piece on a CPU, if a number not far below it divides them
 
 
-def pair(x: Tensor) -> Tensor:
-    """(..., d): first half and second half -> pairs, each a complex number."""
-    return x.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+def pair(x: Tensor, dim: int = -1) -> Tensor:
+    """Along this dimension, first half and second half -> pairs, each a complex number."""
+    return x.unflatten(dim, (2, -1)).transpose(dim - 1, dim).flatten(dim - 1, dim)
 
 
 def width_of(weight: Tensor) -> int:
@@ -35,25 +35,25 @@ def width_of(weight: Tensor) -> int:
 
 def fuse(*projections: nn.Linear, width: int | None = None) -> tuple[Tensor, Tensor | None]:
     """Projections of the same input -> their weights (pieces, width, in) with the adapters merged, and their biases
-    (pieces, 1, width) if they have any."""
+    (pieces, 1, width) if they have any. A single one without an adapter is a view of its parameter: to be read only."""
     weights, biases = [lora.merge(layer) for layer in projections], [layer.bias for layer in projections]
     pieces = (-1, width or width_of(weights[0]))
     weights = (torch.cat(weights) if weights[1:] else weights[0]).unflatten(0, pieces)
     return weights, None if biases[0] is None else torch.cat(biases).unflatten(0, pieces)[:, None]
 
 
-def fuse_heads(attention: Attention) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """q, k and v by heads: weights (heads + 2 kv, d, in), biases (heads + 2 kv, 1, d), gains (heads + kv, 1, d) of q's and k's
-    norms. What is to be turned, all but v, stands in pairs."""
+def fuse_heads(attention: Attention) -> tuple[tuple[Tensor, Tensor | None], Tensor | None]:
+    """q, k and v by heads: (weights (heads + 2 kv, d, in), biases (heads + 2 kv, 1, d)), and gains (heads + kv, 1, d) of q's and
+    k's norms. What is to be turned, all but v, stands in pairs."""
     d, kv, gains = attention.head_dim, attention.kv_heads, None
     weights, biases = fuse(attention.q_proj, attention.k_proj, attention.v_proj, width=d)
-    weights[:-kv] = pair(weights[:-kv].transpose(1, 2)).transpose(1, 2)
+    weights[:-kv] = pair(weights[:-kv], -2)
     if biases is not None:
         biases[:-kv] = pair(biases[:-kv])
     if attention.qk_norm:
         gains = torch.cat([pair(norm.weight).expand(count, 1, d) for norm, count in
                            ((attention.q_norm, len(weights) - 2 * kv), (attention.k_norm, kv))])
-    return weights, biases, gains
+    return (weights, biases), gains
 
 
 def fuse_norm(norm: RMSNorm) -> tuple[Tensor, Tensor]:
@@ -85,11 +85,6 @@ def join(y: Tensor) -> Tensor:
     return y.transpose(0, 1).flatten(1)
 
 
-def add(x: Tensor, y: Tensor) -> Tensor:
-    """x (n, D) + a projection y (pieces, n, width) of the same size."""
-    return (x.unflatten(1, (len(y), -1)) + y.transpose(0, 1)).flatten(1)
-
-
 class Decoder:
     """B prompts that `prefix` has read, `samples` responses each, up to `room` tokens long."""
     def __init__(self, model: Transformer, prefix: SharedPrefix, start: Tensor | None, samples: int, room: int):
@@ -98,7 +93,7 @@ class Decoder:
         self.head = model.head.unflatten(0, (-1, width_of(model.head)))                          # (pieces, width, D)
         # Queries and keys carry half of the attention's scale each, hence the fourth root.
         self.scale = model.config.head_dim ** -0.25
-        self.prompt = [(pair(k).mul_(self.scale).flatten(0, 1).transpose(1, 2), v.flatten(0, 1)) for k, v in prefix.prompt]
+        self.prompt = [(pair(k * self.scale).flatten(0, 1).transpose(1, 2), v.flatten(0, 1)) for k, v in prefix.prompt]
         B, kv, P, d = prefix.prompt[0][0].shape                         # hence (B * kv, d, P) and (B * kv, P, d)
         self.own = [v.new_empty(2, B, kv, samples, room, d) for _, v in self.prompt]             # the responses' keys and values
         self.first = torch.full((B,), P, device=model.device) if start is None else P - start    # where responses begin
@@ -114,16 +109,16 @@ class Decoder:
         turn = torch.polar(torch.full_like(angles, self.scale), angles)
         self.length += 1
         x = self.model.embed_tokens(tokens.flatten())                                            # (n, D)
-        for number, (before, qkv, output, after, gate_up, down) in enumerate(self.weights):
-            x = add(x, project(self.attend(number, normed(x, *before), *qkv, turn), *output))
+        for number, (before, (qkv, gains), output, after, gate_up, down) in enumerate(self.weights):
+            x = x + join(project(self.attend(number, project(normed(x, *before), *qkv), gains, turn), *output))
             gate, up = project(normed(x, *after), *gate_up).chunk(2)                             # (pieces, n, width) each
-            x = add(x, project(join(F.silu(gate, inplace=True).mul_(up)), *down))
+            x = x + join(project(join(F.silu(gate, inplace=True).mul_(up)), *down))
         return join(project(normed(x, *self.norm), self.head))
 
-    def attend(self, number: int, x: Tensor, weights: Tensor, biases: Tensor | None, gains: Tensor | None, turn: Tensor) -> Tensor:
-        """Each row's new query over its prompt and its own tokens: x (n, D) -> (n, heads * d)."""
-        own, (prompt_keys, prompt_values), heads = self.own[number], self.prompt[number], project(x, weights, biases)
-        (_, B, kv, G, _, d), P, T, dtype = own.shape, prompt_keys.shape[2], self.length, x.dtype  # heads (heads + 2 kv, n, d)
+    def attend(self, number: int, heads: Tensor, gains: Tensor | None, turn: Tensor) -> Tensor:
+        """Each row's new query over its prompt and its own tokens: (heads + 2 kv, n, d) -> (n, heads * d)."""
+        own, (prompt_keys, prompt_values) = self.own[number], self.prompt[number]
+        (_, B, kv, G, _, d), P, T, dtype = own.shape, prompt_keys.shape[2], self.length, heads.dtype
         if gains is not None:
             heads[:-kv] = rms_norm(heads[:-kv], gains, self.model.config.norm_eps)[0]
         heads = heads.float()

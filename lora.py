@@ -31,8 +31,7 @@ class LoRALinear(nn.Linear):
     def __init__(self, base: nn.Linear, rank: int, alpha: float, generator: torch.Generator):
         nn.Module.__init__(self)
         self.in_features, self.out_features = base.in_features, base.out_features
-        self.bias, self.scale, self.enabled = base.bias, alpha / rank, True
-        self.weight = nn.Parameter(base.weight, requires_grad=False)
+        self.weight, self.bias, self.scale, self.enabled = base.weight, base.bias, alpha / rank, True
         bound = 1 / math.sqrt(base.in_features)             # PEFT's initialisation, kaiming_uniform(a=sqrt(5))
         A = torch.empty(rank, base.in_features).uniform_(-bound, bound, generator=generator)
         self.lora_A = nn.Parameter(A.to(base.weight.device))

@@ -85,9 +85,10 @@ def make_prompts(shape: dict, count: int, length: int) -> list[list[int]]:
     return torch.randint(2, min(100, shape["vocab_size"]), (count, length), generator=torch.Generator().manual_seed(1)).tolist()
 
 
-def trl_trainer(model, tokenizer, rows: dict, judge, samples: int, tokens: int, kl: float, folder: Path, callback, **more):
-    """GRPOTrainer with the same counts and adapters; a batch is the whole of `rows`. Like our side it keeps activations:
-    gradient checkpointing, TRL's default, would save memory and take a third more time in the update."""
+def trl_trainer(model, tokenizer, rows: dict, judge, samples: int, tokens: int, kl: float, folder: Path, callback,
+                recompute: bool = False, **more):
+    """GRPOTrainer with the same counts and adapters; a batch is the whole of `rows`. Like our side it keeps activations, unless
+    asked to recompute: gradient checkpointing, TRL's default, saves memory and takes a third more time in the update."""
     import datasets
     import peft
     import trl
@@ -95,7 +96,7 @@ def trl_trainer(model, tokenizer, rows: dict, judge, samples: int, tokens: int, 
     arguments = trl.GRPOConfig(
         output_dir=str(folder / "trl"), per_device_train_batch_size=count * samples, num_generations=samples, max_completion_length=tokens,
         beta=kl, temperature=1.0, top_k=0, top_p=1.0, learning_rate=1e-4, max_steps=MANY, use_cpu=True, report_to="none",
-        save_strategy="no", logging_strategy="no", disable_tqdm=True, bf16=False, fp16=False, gradient_checkpointing=False,
+        save_strategy="no", logging_strategy="no", disable_tqdm=True, bf16=False, fp16=False, gradient_checkpointing=recompute,
         loss_type="grpo", shuffle_dataset=False, **more)
     return trl.GRPOTrainer(
         model, judge, arguments, datasets.Dataset.from_dict({name: column * MANY for name, column in rows.items()}),
@@ -134,7 +135,7 @@ def generating(folder: Path, answer) -> None:
         answer([seconds, int(((ended.cumsum(1) - ended) == 0).sum())])
 
 
-def trl_side(length: int, folder: Path, answer) -> None:
+def trl_side(length: int, folder: Path, answer, recompute: bool) -> None:
     """TRL's steps on the large shape; every completion has all its tokens."""
     import transformers
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -144,7 +145,7 @@ def trl_side(length: int, folder: Path, answer) -> None:
     texts = [" ".join(f"w{i}" for i in prompt) for prompt in make_prompts(LARGE, 2, length)]
     rng = random.Random(0)
     trl_trainer(str(write_model(LARGE, folder / "large")), tokenizer, {"prompt": texts}, lambda completions, **_: [rng.random() for _ in completions],
-                SAMPLES, NEW_TOKENS, 0.04, folder, make_clock(answer),
+                SAMPLES, NEW_TOKENS, 0.04, folder, make_clock(answer), recompute,
                 generation_kwargs={"min_new_tokens": NEW_TOKENS, "eos_token_id": 1}).train()
 
 
@@ -167,7 +168,7 @@ def main() -> None:
     if kind == "generate":
         generating(Path(words[0]), answer)
     elif kind == "trl":
-        trl_side(int(words[0]), Path(words[1]), answer)
+        trl_side(int(words[0]), Path(words[1]), answer, words[2:] == ["recompute"])
     else:
         countdown_side(Path(words[0]), Path(words[1]), answer)
 

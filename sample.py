@@ -52,10 +52,11 @@ def draw(logits: Tensor, temperature: float, uniform: Tensor) -> tuple[Tensor, T
     """logits (n, V), uniform (n,) in [0, 1) -> tokens (n,) and their log-probabilities (n,)."""
     if temperature == 0:
         return logits.argmax(-1), logits.new_zeros(len(logits), dtype=torch.float32)
-    probabilities = F.softmax(logits.float() / temperature if temperature != 1 else logits.float(), dim=-1)
+    logits = logits.float() if temperature == 1 else logits.float() / temperature
+    probabilities, padding = F.softmax(logits, dim=-1), -logits.shape[1] % BLOCK
     # Inverse transform sampling: one random number a row where multinomial draws V of them. First the block of the
     # vocabulary, then the token in it, so that sums in fp64 are short.
-    blocks = F.pad(probabilities, (0, rest)) if (rest := -logits.shape[1] % BLOCK) else probabilities
+    blocks = F.pad(probabilities, (0, padding)) if padding else probabilities                    # to pad is to copy
     blocks = blocks.unflatten(1, (-1, BLOCK))                                                    # (n, V / BLOCK, BLOCK)
     wide = wide_dtype(logits.device)
     sums = blocks.sum(2).to(wide)
@@ -100,7 +101,7 @@ def generate(model: Transformer, prompts: list[list[int]], samples: int, max_new
         rows = torch.arange(N, device=device).view(-1, samples)                              # (B, G), the rows still decoded
         for t in range(max_new_tokens):
             flat = rows.flatten()
-            tokens, ids_logprobs = draw(logits, temperature, uniform[t, flat])         # (B * G,) each
+            tokens, ids_logprobs = draw(logits, temperature, uniform[t, flat])                   # (B * G,) each
             ids[flat, t], logprobs[flat, t] = tokens, ids_logprobs
             ended = flat[(tokens[:, None] == ends).any(1) & ~finished[flat]]
             if len(ended):

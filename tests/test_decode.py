@@ -3,6 +3,7 @@ import pytest
 import torch
 from conftest import adapted, small_model
 
+import decode
 from decode import Decoder
 from model import SharedPrefix
 from sample import pad_left
@@ -18,10 +19,12 @@ def start(model, prompts, samples, room):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("width", [128, 16], ids=["whole", "in pieces"])
 @pytest.mark.parametrize("lengths", PROMPTS)
-@pytest.mark.parametrize("model", [adapted("qwen2"), adapted("qwen3"), adapted("llama"), small_model("llama", **BIASED)],
+@pytest.mark.parametrize("model", [adapted("qwen2"), adapted("qwen3"), adapted("llama"), small_model("llama", vocab_size=40, **BIASED)],
                          ids=["qwen2", "qwen3", "llama", "llama with biases, no adapters"])
-def test_decoding_equals_the_forward_pass_of_whole_sequences(model, lengths):
+def test_decoding_equals_the_forward_pass_of_whole_sequences(model, lengths, width, monkeypatch):
+    monkeypatch.setattr(decode, "WIDTH", width)
     prompts, G, T = PROMPTS[lengths], 3, 12
     tokens = torch.randint(37, (len(prompts), G, T), generator=torch.Generator().manual_seed(0))
     decoder = start(model, prompts, G, T)

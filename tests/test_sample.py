@@ -1,4 +1,6 @@
 """The sampler: exactly the distribution that training scores, whatever the batch looks like."""
+from contextlib import nullcontext
+
 import pytest
 import torch
 from conftest import adapted, small_model
@@ -91,10 +93,13 @@ def test_the_edges_of_the_unit_interval_give_possible_tokens():
     assert tokens.tolist() == [4, 500]
 
 
-def test_base_weights_survive_sampling_bit_for_bit():
-    model = adapted()
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("model", [adapted(), adapted("qwen3", targets=("v_proj",)), small_model("llama", attention_bias=True, mlp_bias=True)],
+                         ids=["adapters", "one adapter", "no adapters"])
+def test_base_weights_survive_sampling_bit_for_bit(model, enabled):
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
-    generate(model, PROMPTS, 2, 5, 1.0, (1,), seeded())
+    with nullcontext() if enabled else lora.disabled(model):
+        generate(model, PROMPTS, 2, 5, 1.0, (1,), seeded())
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
 
 
