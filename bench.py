@@ -10,7 +10,8 @@ rollout     tokens a second of sample.py over those of transformers' generate: 1
 step        a whole GRPO step (rollout, reference, update, optimizer; LoRA of rank 8, KL penalty) beside TRL's GRPOTrainer with
             PEFT: 2 problems x 8 responses x 64 tokens; and the default Countdown step of train.py
 memory      peak memory of the same, each in a process of its own; and with both sides recomputing activations
-limits      useful arithmetic of rollout and update over the matmul rate of this machine, bytes of decoding over its bandwidth
+limits      useful arithmetic of rollout and update over the matmul rate of this machine, bytes of decoding over its bandwidth,
+            and what cutting its products into pieces gains
 overhead    what SuS adds to plain GRPO, with the policy's own base and with MiniLM as encoder
 growth      time and memory of an update against group size, prompt, response and vocabulary, with fitted exponents
 
@@ -33,6 +34,7 @@ from pathlib import Path
 import torch
 
 import budget
+import decode
 import grpo
 import lora
 import sample
@@ -165,22 +167,28 @@ def limits(folder: Path, cache: Path, rounds: int) -> None:
     scored = 2 * SAMPLES * NEW_TOKENS
     tokens = 2 * 35 + scored - 2 * SAMPLES                  # the last token of a response is predicted, not read
     work = tokens * (4 * matrices + 6 * adapters) + 4 * scored * model.head.numel()
-    large = torch.ones(2 ** 28)
-    shares, arithmetic, bandwidth = [], [], []
+    large, weights = torch.ones(2 ** 28), [layer.weight for layer in lora.layers(model).values()] + [model.head]
+    rows = {weight.shape[1]: torch.randn(16, weight.shape[1]) for weight in weights}
+    shares, arithmetic, bandwidth, cut = [], [], [], []
     for round in range(2 * rounds + 1):
         before, _ = timed(lambda: [torch.mm(*square) for _ in range(40)])
         model.zero_grad()
         seconds, _ = timed(grpo.accumulate_gradient, model, prompts, found, advantages, settings)
         after, _ = timed(lambda: [torch.mm(*square) for _ in range(40)])
         rate = 2 * 40 * 2 * 1536 ** 3 / (before + after)
-        decode = (timed(sample.generate, model, prompts, SAMPLES, 33, 1.0, (), sample.seeded(0))[0]
-                  - timed(sample.generate, model, prompts, SAMPLES, 1, 1.0, (), sample.seeded(0))[0]) / 32
+        token = (timed(sample.generate, model, prompts, SAMPLES, 33, 1.0, (), sample.seeded(0))[0]
+                 - timed(sample.generate, model, prompts, SAMPLES, 1, 1.0, (), sample.seeded(0))[0]) / 32
         reading = large.nbytes / timed(large.sum)[0]
+        with torch.inference_mode():
+            whole, _ = timed(lambda: [torch.nn.functional.linear(rows[w.shape[1]], w) for w in weights])
+            pieces, _ = timed(lambda: [decode.project(rows[w.shape[1]], w.unflatten(0, (-1, decode.width_of(w)))) for w in weights])
         if round:
+            cut.append(whole / pieces)
             shares.append(work / seconds / rate)
-            arithmetic.append(2 * 16 * (matrices + model.head.numel()) / decode / rate)
-            bandwidth.append(4 * (matrices + model.head.numel()) / decode / reading)
+            arithmetic.append(2 * 16 * (matrices + model.head.numel()) / token / rate)
+            bandwidth.append(4 * (matrices + model.head.numel()) / token / reading)
     report("update_of_peak", shares, f"of the matmul rate ({rate / 1e9:.0f} GFLOP/s) reached by the update")
+    report("pieces_16", cut, "times F.linear's speed in the products of decoding 16 rows, as decode.py cuts them", keep=False)
     report("decode_of_peak", arithmetic, "of the matmul rate reached by decoding 16 rows", keep=False)
     report("decode_of_bandwidth", bandwidth, f"of the memory bandwidth ({reading / 1e9:.0f} GB/s) reached by decoding 16 rows", keep=False)
 
@@ -276,11 +284,13 @@ def draw(points: dict) -> None:
     import matplotlib
     matplotlib.use("Agg")
     from matplotlib import pyplot
-    figure, axes = pyplot.subplots(1, len(points), figsize=(3.4 * len(points), 3), constrained_layout=True)
+    figure, axes = pyplot.subplots(1, len(points), figsize=(3.4 * len(points), 3), sharey=True, constrained_layout=True)
     for axis, (what, found) in zip(axes, points.items()):
         for part, (label, unit, colour) in enumerate((("seconds", 1, "#0072B2"), ("memory, GB", 2 ** 30, "#D55E00"))):
-            axis.loglog(GROWTH[what], [max(point[part], 1) / unit if part else point[0] for point in found], "o-", color=colour, label=label)
-        axis.set_xlabel(what), axis.grid(alpha=0.25, which="both"), axis.spines[["top", "right"]].set_visible(False)
+            axis.loglog(GROWTH[what], [point[part] / unit for point in found], "o-", color=colour, label=label)
+        axis.set_xticks(GROWTH[what], [f"{value // 1000}k" if value >= 1000 else str(value) for value in GROWTH[what]]), axis.minorticks_off()
+        axis.set_xlabel(what), axis.grid(alpha=0.25), axis.spines[["top", "right"]].set_visible(False)
+    axes[0].set_yticks([0.1, 0.3, 1, 3], ["0.1", "0.3", "1", "3"])
     axes[0].legend(frameon=False)
     figure.suptitle("An update of 2 problems: time and memory as one thing grows")
     figure.savefig("bench.png", dpi=120)
