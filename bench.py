@@ -17,8 +17,8 @@ growth      time and memory of an update against group size, prompt, response an
 
 The large shape has random weights and 135 million parameters (SmolLM2's). Both sides take turns, each in a process of its own and
 as its users have it; ratios are medians, in parentheses the smallest and the largest. More than 1 is in favour of this project
-where it is compared with a peer, except for memory. Our large step has no texts and no metrics, TRL's has: about a hundredth of it.
-Peers that are not installed are skipped.
+where it is compared with a peer, except for memory. Our large step has no texts, no metrics and nothing that forbids early ends,
+TRL's has, which should cost it little (not measured). Peers that are not installed are skipped.
 """
 import importlib.util
 import json

@@ -1,7 +1,7 @@
 """The paper's tables and figures, from scratch on one machine: settings x seeds on Countdown, then statistics.
 
     python reproduce.py                 main results and ablation, five seeds
-    python reproduce.py --quick         the same story in about a quarter of an hour, with wider intervals
+    python reproduce.py --quick         the same story in fifteen to thirty minutes, with wider intervals
     python reproduce.py --part sweep    sensitivity of SuS to alpha, the two lambdas and KL: validation problems, other seeds
     python reproduce.py --part tune     as many settings of plain GRPO, on the same problems and seeds: the best baseline
     python reproduce.py --part others   literal Algorithm 1, the other reading, gates, learned lambdas: what else was tried
