@@ -4,7 +4,7 @@ Equal to the model's own forward pass, token by token and up to rounding, and fa
 
     weights      adapters are merged; q, k and v are one product, by heads, gate and up another; on a CPU the others, the head of
                  the model too, are cut into pieces: as a batch of small products, with the weights as they are stored, they take
-                 half to two thirds of the time that a whole one takes for a few rows
+                 about two thirds of the time that a whole one takes for a few rows
     rotation     rows of the q and k weights are reordered so that a pair to be turned is one complex number
     attention    a prompt's keys and values are kept and read once for all responses to it; a response's own stand in
                  room made beforehand; query heads that share a key are rows of one product, so keys are never repeated
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import lora
-from model import Attention, Layer, RMSNorm, SharedPrefix, Transformer, rms_norm
+from model import Attention, Layer, SharedPrefix, Transformer, rms_norm
 
 WIDTH = 128                             # outputs in a piece on a CPU, if a number not far below it divides them
 
@@ -56,22 +56,10 @@ def fuse_heads(attention: Attention) -> tuple[tuple[Tensor, Tensor | None], Tens
     return (weights, biases), gains
 
 
-def fuse_norm(norm: RMSNorm) -> tuple[Tensor, Tensor]:
-    """x / sqrt(mean(x^2) + eps) * weight is x / hypot(|x|, floor) * gain, with floor and gain scaled by sqrt(D): fewer operations."""
-    size = len(norm.weight)
-    return norm.weight.float() * size ** 0.5, torch.tensor((size * norm.eps) ** 0.5, device=norm.weight.device)
-
-
 def fuse_layer(layer: Layer) -> tuple:
     """The norms and the weights, in the order in which `step` takes them."""
-    return (fuse_norm(layer.input_layernorm), fuse_heads(layer.self_attn), fuse(layer.self_attn.o_proj),
-            fuse_norm(layer.post_attention_layernorm), fuse(layer.mlp.gate_proj, layer.mlp.up_proj), fuse(layer.mlp.down_proj))
-
-
-def normed(x: Tensor, gain: Tensor, floor: Tensor) -> Tensor:
-    """RMSNorm of rows (n, D), in fp32."""
-    wide = x.float()
-    return (wide / torch.hypot(torch.linalg.vector_norm(wide, dim=1, keepdim=True), floor)).mul_(gain).to(x.dtype)
+    return (layer.input_layernorm, fuse_heads(layer.self_attn), fuse(layer.self_attn.o_proj),
+            layer.post_attention_layernorm, fuse(layer.mlp.gate_proj, layer.mlp.up_proj), fuse(layer.mlp.down_proj))
 
 
 def project(x: Tensor, weights: Tensor, biases: Tensor | None = None) -> Tensor:
@@ -89,7 +77,7 @@ class Decoder:
     """B prompts that `prefix` has read, `samples` responses each, up to `room` tokens long."""
     def __init__(self, model: Transformer, prefix: SharedPrefix, start: Tensor | None, samples: int, room: int):
         self.model, self.length = model, 0
-        self.weights, self.norm = [fuse_layer(layer) for layer in model.layers], fuse_norm(model.norm)
+        self.weights = [fuse_layer(layer) for layer in model.layers]
         self.head = model.head.unflatten(0, (-1, width_of(model.head)))                          # (pieces, width, D)
         # Queries and keys carry half of the attention's scale each, hence the fourth root.
         self.scale = model.config.head_dim ** -0.25
@@ -110,10 +98,10 @@ class Decoder:
         self.length += 1
         x = self.model.embed_tokens(tokens.flatten())                                            # (n, D)
         for number, (before, (qkv, gains), output, after, gate_up, down) in enumerate(self.weights):
-            x = x + join(project(self.attend(number, project(normed(x, *before), *qkv), gains, turn), *output))
-            gate, up = project(normed(x, *after), *gate_up).chunk(2)                             # (pieces, n, width) each
+            x = x + join(project(self.attend(number, project(before(x), *qkv), gains, turn), *output))
+            gate, up = project(after(x), *gate_up).chunk(2)                             # (pieces, n, width) each
             x = x + join(project(join(F.silu(gate, inplace=True).mul_(up)), *down))
-        return join(project(normed(x, *self.norm), self.head))
+        return join(project(self.model.norm(x), self.head))
 
     def attend(self, number: int, heads: Tensor, gains: Tensor | None, turn: Tensor) -> Tensor:
         """Each row's new query over its prompt and its own tokens: (heads + 2 kv, n, d) -> (n, heads * d)."""

@@ -166,7 +166,8 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
-        self.layer, self.head_dim, self.kv_heads, self.grouped = layer, config.head_dim, config.kv_heads, config.kv_heads < config.heads
+        self.layer, self.head_dim, self.kv_heads = layer, config.head_dim, config.kv_heads
+        self.grouped = config.kv_heads < config.heads
         width, kv_width = config.heads * config.head_dim, config.kv_heads * config.head_dim
         self.q_proj = nn.Linear(config.hidden_size, width, bias=config.qkv_bias)
         self.k_proj = nn.Linear(config.hidden_size, kv_width, bias=config.qkv_bias)

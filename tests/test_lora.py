@@ -55,8 +55,11 @@ def test_merging_keeps_the_function_and_restores_the_bits(dtype):
     expected = model(IDS)
     with pytest.raises(RuntimeError, match="inside"):
         with lora.merged(model):
-            error = (model(IDS) - expected).float().norm() / expected.float().norm()
-            assert error < (1e-5 if dtype == torch.float32 else 0.06), error     # of all logits: single ones depend on the machine
+            found = model(IDS)
+            if dtype == torch.float32:
+                torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-2)
+            else:                                           # of all logits together: single ones depend on the machine
+                assert (found - expected).float().norm() < 0.06 * expected.float().norm()
             raise RuntimeError("inside")
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
     assert torch.equal(model(IDS), expected)
