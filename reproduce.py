@@ -1,15 +1,15 @@
 """The paper's tables and figures, from scratch on one machine: settings x seeds on Countdown, then statistics.
 
     python reproduce.py                 main results and ablation, five seeds
-    python reproduce.py --quick         the same story in fifteen to thirty minutes, with wider intervals
+    python reproduce.py --quick         the same story with three methods, three seeds and half the steps
     python reproduce.py --part sweep    sensitivity of SuS to alpha, the two lambdas and KL: validation problems, other seeds
     python reproduce.py --part tune     as many settings of plain GRPO, on the same problems and seeds: the best baseline
     python reproduce.py --part others   literal Algorithm 1, the other reading, gates, learned lambdas: what else was tried
 
 Each run is one process of train.py with one thread, as many side by side as there are cores. Whatever is finished is
-kept: after Ctrl-C or a crash the same command goes on. Tables are printed and written to tables.md in the part's folder
-(tables-quick.md for the quick form), figures beside them. Intervals are 95 % (Student's t over seeds; all use the same
-test problems); differences are paired by seed, which fixes the training problems, the first adapter and the sampling.
+kept: after Ctrl-C or a crash the same command goes on. Tables are printed and written to tables.md in the part's folder,
+figures beside them. Intervals are 95 % (Student's t over seeds; all use the same test problems); differences are paired
+by seed, which fixes the training problems, the first adapter and the sampling.
 """
 import math
 import os
@@ -57,7 +57,7 @@ PARTS = {"main": MAIN, "sweep": SWEEP, "tune": TUNE, "others": OTHERS}
 @dataclass(frozen=True)
 class Config:
     part: str = knob("main", "which table", choices=tuple(PARTS), group="What to run")
-    quick: bool = knob(False, "SuS, GRPO and GRPO without KL alone, with three seeds")
+    quick: bool = knob(False, "SuS, GRPO and GRPO without KL alone, with three seeds and half of --steps, in a folder of its own")
     seeds: int = knob(5, "how many seeds for the main table; the other parts take 3", low=1)
     steps: int = knob(400, "policy updates a run", low=1)
     folder: str = knob("runs/reproduce", "where the runs, tables and figures go", group="Where and how")
@@ -95,17 +95,21 @@ class Job:
         return [sys.executable, str(Path(__file__).with_name("train.py")), "--run", str(self.folder), *self.flags, *resume]
 
 
+def place(config: Config) -> Path:
+    return Path(config.folder) / ("quick" if config.quick else config.part)
+
+
 def plan(config: Config) -> list[Job]:
     """Every run of a part. Choosing takes seeds 0 to 2 and validation problems, reporting other seeds and test problems."""
     if config.quick and config.part != "main":
         raise ValueError(f"--quick is a form of the main part: leave it out, or leave out --part {config.part}")
     choosing, settings = config.part in ("tune", "sweep"), QUICK if config.quick else PARTS[config.part]
-    count = config.seeds if config.part == "main" and not config.quick else min(3, config.seeds)
+    count = min(3, config.seeds) if config.quick or config.part != "main" else config.seeds
+    steps = max(1, config.steps // 2) if config.quick else config.steps
     seeds = range(count) if choosing else range(10, 10 + count)
-    shared = ["--steps", str(config.steps), "--eval-every", str(max(1, config.steps // 4)), "--cache", config.cache,
+    shared = ["--steps", str(steps), "--eval-every", str(max(1, steps // 4)), "--cache", config.cache,
               "--eval-split", "validation" if choosing else "test"]
-    folder = Path(config.folder) / config.part              # the quick form is a part of the main one
-    return [Job(name, seed, [*flags.split(), *shared, "--seed", str(seed)], folder / f"{name}-{seed}", config.steps)
+    return [Job(name, seed, [*flags.split(), *shared, "--seed", str(seed)], place(config) / f"{name}-{seed}", steps)
             for seed in seeds for name, flags in settings.items()]
 
 
@@ -194,13 +198,13 @@ def main(argv: list[str] | None = None) -> None:
     config, _ = parse(Config, __doc__, argv)
     signal.signal(signal.SIGTERM, signal.default_int_handler)          # as Ctrl-C: the runs are stopped and saved too
     workers = config.workers or (1 if torch.cuda.is_available() else os.cpu_count())
-    folder = Path(config.folder) / config.part
+    folder = place(config)
     try:
         jobs = plan(config)
         tiny.find("countdown", Path(config.cache))          # once, before the others ask for it
         run_all(jobs, workers)
         runs = plot.find_runs([str(job.folder) for job in jobs])
-        table, file = write_up(config, jobs, runs), folder / ("tables-quick.md" if config.quick else "tables.md")
+        table, file = write_up(config, jobs, runs), folder / "tables.md"
         write_text(file, table)
         print(f"\n{table}\nwritten to {file}")
         for file in plot.draw(runs, folder):
