@@ -45,7 +45,8 @@ class LoRALinear(nn.Linear):
 
 class Adapted(torch.autograd.Function):
     """y = W x + b + scale B A x, adding the thin products in place: autograd alone would make a full-sized tensor for
-    each term, forward and backward. Only x and A x are kept, and there is no gradient for W."""
+    each term, forward and backward. Only x and A x are kept, and there is no gradient for W. Thin matrices are multiplied with
+    their long side in the rows, several times as fast on a CPU: hence B.t().contiguous() and (inner.t() @ wide).t()."""
     @staticmethod
     def forward(ctx, x, weight, bias, A, B, scale):
         rows = x.flatten(0, -2)                                                                  # (n, in)
@@ -62,12 +63,12 @@ class Adapted(torch.autograd.Function):
         rows, inner, weight, A, B = ctx.saved_tensors
         flat = grad.flatten(0, -2)                                                               # (n, out)
         wide, x = flat.float(), None
-        thin = wide @ B * ctx.scale                                                              # (n, rank)
+        thin = wide @ B.t().contiguous().t() * ctx.scale                                         # (n, rank)
         if ctx.needs_input_grad[0]:
             x = flat @ weight
             x = x.addmm_(thin, A) if x.dtype == A.dtype else x + (thin @ A).to(x.dtype)
             x = x.unflatten(0, grad.shape[:-1])
-        return x, None, None, thin.t() @ rows.float(), wide.t() @ inner, None
+        return x, None, None, thin.t() @ rows.float(), (inner.t() @ wide).t(), None
 
 
 def layers(model: nn.Module) -> dict[str, LoRALinear]:
