@@ -196,7 +196,7 @@ def limits(folder: Path, cache: Path, rounds: int) -> None:
 def spent_on_sus(run: train.Run) -> list[float]:
     """Have the seconds that each step spends on SuS counted: the last number of this list, to which the caller appends 0."""
     spent, networks = [], run.strategist
-    places = [(networks, name) for name in ("observe", "tally", "signals", "success", "update")]
+    places = [(networks, name) for name in ("observe", "tally", "signals", "update")]
     places.append((networks.sentences, "features") if networks.sentences else (train.strategy.encoder, "base_features"))
     for owner, name in places:
         def wrapped(*arguments, original=getattr(owner, name)):

@@ -60,13 +60,11 @@ def halves(ids: Tensor, mask: Tensor, generator: torch.Generator) -> Tensor:
     return torch.where(parts.any(2, keepdim=True), parts, mask[:, None])
 
 
-def features(query_states: Tensor, query_mask: Tensor, response_states: Tensor, response_ids: Tensor, response_mask: Tensor,
-             generator: torch.Generator) -> Features:
-    """Token states of B queries and B * G responses -> their pooled features."""
+def features(query_states: Tensor, query_mask: Tensor, response_states: Tensor, response_mask: Tensor, parts: Tensor) -> Features:
+    """Token states of B queries and B * G responses, and the responses' halves (B * G, 2, T) -> their pooled features."""
     B, G = len(query_states), len(response_states) // len(query_states)
     query, response = pool(query_states, query_mask), pool(response_states, response_mask)
-    parts = halves(response_ids, response_mask, generator).unbind(1)
-    views = torch.stack([pool(response_states, half) for half in parts], dim=1)
+    views = torch.stack([pool(response_states, half) for half in parts.unbind(1)], dim=1)
     q, r = query_mask.sum(1).repeat_interleave(G)[:, None], response_mask.sum(1)[:, None]        # token counts
     both = (query.repeat_interleave(G, 0) * q + response * r) / (q + r).clamp(min=1)
     return Features(query, response.unflatten(0, (B, G)), views.unflatten(0, (B, G)), both.unflatten(0, (B, G)))
@@ -89,6 +87,7 @@ def base_features(model: Transformer, prompts: list[list[int]], rollout: Rollout
     A response's last token, nearly always the end token, is never read by the model and not pooled.
     """
     parts, samples, mask = [], len(rollout.ids) // len(prompts), rollout.mask()[:, 1:]           # (N, T - 1)
+    views = halves(rollout.ids[:, :-1], mask, generator)    # of all at once: the same whatever the micro-batches
     for number, b in enumerate(range(0, len(prompts), micro_batch)):
         rows = slice(b * samples, (b + micro_batch) * samples)
         prompt_ids, start = pad_left(prompts[b:b + micro_batch], rollout.ids.device)
@@ -101,7 +100,7 @@ def base_features(model: Transformer, prompts: list[list[int]], rollout: Rollout
                           model.hidden(rollout.ids[rows, :-1], starts, prefix, layer)]
         else:
             states = tapped[2 * number:2 * number + 2]
-        parts.append(features(states[0], prompt_mask, states[1], rollout.ids[rows, :-1], mask[rows], generator))
+        parts.append(features(states[0], prompt_mask, states[1], mask[rows], views[rows]))
     return join(parts)
 
 
@@ -138,8 +137,8 @@ class SentenceEncoder:
 
     def features(self, queries: list[str], responses: list[str], generator: torch.Generator) -> Features:
         """The same four poolings as from the base model; query and response together are encoded as one text."""
-        query_states, _, query_mask = self.states(queries)
-        found = features(query_states, query_mask, *self.states(responses), generator)
+        (query_states, _, query_mask), (states, ids, mask) = self.states(queries), self.states(responses)
+        found = features(query_states, query_mask, states, mask, halves(ids, mask, generator))
         G = len(responses) // len(queries)
         together = [f"{queries[n // G]} {response}" for n, response in enumerate(responses)]
         found.both = self.mean(together).view_as(found.response)

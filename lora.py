@@ -105,7 +105,7 @@ def apply(model: Transformer, rank: int = 8, alpha: float = 16, targets: tuple[s
 @contextmanager
 def disabled(model: nn.Module):
     """Inside, the model is its own reference policy."""
-    wrapped = layers(model).values()
+    wrapped = [layer for layer in layers(model).values() if layer.enabled]
     for layer in wrapped:
         layer.enabled = False
     try:

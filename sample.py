@@ -98,6 +98,7 @@ def generate(model: Transformer, prompts: list[list[int]], samples: int, max_new
         last = model.hidden(prompt_ids, start, prefix)[:, -1]                                    # (prompts, D)
         logits = F.linear(last, model.head).repeat_interleave(samples, dim=0)                    # (N, V)
         decoder = Decoder(model, prefix, start, samples, max_new_tokens)
+        del prefix                                          # the decoder has its own copy
         rows = torch.arange(N, device=device).view(-1, samples)                              # (B, G), the rows still decoded
         for t in range(max_new_tokens):
             flat = rows.flatten()

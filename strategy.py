@@ -247,14 +247,16 @@ class Strategist:
         return intrinsic / torch.where(deviation > 1e-3, deviation, 1.0)
 
     def encode(self, prompts: list[list[int]], rollout: Rollout, queries: list[str], responses: list[str],
-               loss: grpo.LossSettings, generator: torch.Generator) -> tuple[Features, Tensor | None]:
+               settings: grpo.LossSettings, generator: torch.Generator) -> tuple[Features, Tensor | None]:
         """-> features, and the reference log-probabilities if the KL penalty needs them: one pass serves both."""
-        with encoder.Tap(self.model, self.settings.layer) as tap:
-            reference = grpo.reference_logprobs(self.model, prompts, rollout, loss) if loss.kl else None
+        def refer() -> Tensor | None:
+            return grpo.reference_logprobs(self.model, prompts, rollout, settings) if settings.kl else None
         if self.sentences:
-            return self.sentences.features(queries, responses, generator), reference
-        return encoder.base_features(self.model, prompts, rollout, self.settings.layer, loss.micro_batch, generator,
-                                     tap.states if loss.kl else None), reference
+            return self.sentences.features(queries, responses, generator), refer()
+        with encoder.Tap(self.model, self.settings.layer) as tap:
+            reference = refer()
+        return encoder.base_features(self.model, prompts, rollout, self.settings.layer, settings.micro_batch, generator,
+                                     tap.states or None), reference
 
     def observe(self, batch: Features, correct: Tensor) -> tuple[Features, Tensor]:
         """Take in a batch and what came of it, every rank's share -> the whole batch."""

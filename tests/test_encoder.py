@@ -65,6 +65,12 @@ def test_features_equal_a_loop_over_transformers_hidden_states(model, tmp_path):
         torch.testing.assert_close(found.both[n // 3, n % 3], states[:-1].mean(0), atol=1e-4, rtol=1e-4)
 
 
+def test_micro_batches_change_no_view(model):
+    rollout = generate(model, PROMPTS, 3, 9, 1.0, (1, 2), seeded())
+    whole, cut = (encoder.base_features(model, PROMPTS, rollout, 1, size, seeded(5)) for size in (3, 1))
+    torch.testing.assert_close(vars(whole), vars(cut), atol=1e-5, rtol=1e-5)
+
+
 def test_the_reference_pass_doubles_as_the_encoder(model):
     """Tapped features are those of a pass of their own, and the model runs once, not twice."""
     rollout, settings = generate(model, PROMPTS, 3, 9, 1.0, (1, 2), seeded()), grpo.LossSettings(kl=0.1, micro_batch=2)

@@ -220,7 +220,8 @@ def test_bf16_scores_in_fp32(rollout):
         if "lora_" not in name:
             parameter.data = parameter.data.to(torch.bfloat16)
     _, vector = gradient(model, rollout, replace(SETTINGS, kl=0.0))
-    assert vector.dtype == torch.float32 and vector.isfinite().all() and (vector != 0).any()
+    _, expected = gradient(adapted(), rollout, replace(SETTINGS, kl=0.0))
+    assert vector.dtype == torch.float32 and torch.cosine_similarity(vector, expected, dim=0) > 0.95
     hidden, head = torch.randn(9, 36).bfloat16(), model.head
     logprobs = grpo.TargetLogprobs.apply(hidden, head, torch.arange(9), 1.0)
     expected = (hidden @ head.T).double().log_softmax(-1)[torch.arange(9), torch.arange(9)]

@@ -41,7 +41,9 @@ def test_a_fresh_adapter_is_invisible_and_disabled_is_the_base():
     assert torch.equal(lora.apply(small_model())(IDS), base)
     model = adapted(size=0.2)
     with lora.disabled(model):
-        assert torch.equal(model(IDS), base)
+        with lora.disabled(model):
+            assert torch.equal(model(IDS), base)
+        assert torch.equal(model(IDS), base)                # the outer block is still one
     assert not torch.equal(model(IDS), base)
 
 
@@ -57,7 +59,7 @@ def test_merging_keeps_the_function_and_restores_the_bits(dtype):
         with lora.merged(model):
             found = model(IDS)
             if dtype == torch.float32:
-                torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-2)
+                torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
             else:                                           # of all logits together: single ones depend on the machine
                 assert (found - expected).float().norm() < 0.06 * expected.float().norm()
             raise RuntimeError("inside")

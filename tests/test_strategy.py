@@ -51,6 +51,29 @@ def test_standardise_matches_the_statistics_of_all_it_saw():
     torch.testing.assert_close(norm(x).std(0, unbiased=False), torch.ones(3), atol=1e-3, rtol=1e-3)
 
 
+def test_standardise_forgets():
+    norm = Standardise(1, memory=10)
+    for value in [0.0] * 50 + [1.0] * 50:                               # 50 further steps of a tenth at most: (10 / 11)^50 is left
+        norm.update(torch.full((1, 1), value))
+    assert norm.count == 10 and norm.mean.item() == pytest.approx(1 - (10 / 11) ** 50, abs=1e-5)
+
+
+def test_a_scaled_reward_is_divided_by_its_deviation():
+    strategist = Strategist(small_model(), Settings())
+    values = torch.tensor([[1.0, 3.0], [5.0, 7.0]])                     # mean 4, deviation sqrt(5)
+    torch.testing.assert_close(strategist.scaled(values), values / math.sqrt(5))
+    assert torch.equal(Strategist(small_model(), Settings()).scaled(torch.ones(2, 2)), torch.ones(2, 2))
+
+
+def test_the_equations_reading_adds_one_contrast():
+    networks, batch = Networks(10, 8, 0), random_features()
+    networks.observe(batch)
+    arguments = (networks, batch, torch.zeros(9, 10), torch.zeros(9, 4), 0.5, "group")
+    (apart, _), (together, _) = strategy.loss(*arguments), strategy.loss(*arguments, together=True)
+    expected, _ = contrast(networks.embed(batch.both, "both"), networks.embed(batch.response, "response", momentum=True), 0.5, "group")
+    assert (together - apart).item() == pytest.approx(expected.item(), rel=1e-4)
+
+
 def test_the_momentum_head_follows_slowly_and_learns_nothing():
     networks = Networks(10, 8, 0)
     before = networks.target[0].weight.clone()
