@@ -93,11 +93,12 @@ class Config:
 
     eval_every: int = knob(0, "steps between evaluations; 0 evaluates before and after only", low=0, group="The evaluation")
     eval_split: str = knob("test", "problems to evaluate on: test to report, validation to tune", choices=("test", "validation"))
-    eval_problems: int = knob(200, "test problems", low=1)
+    eval_problems: int = knob(200, "how many problems of that split", low=1)
     eval_samples: int = knob(16, "responses to each", low=1)
 
 
-# The paper's Table 3: 3 epochs over 7,473 problems, 2 at a time and 4 times accumulated, are 2,802 updates on 8 problems.
+# The paper's Table 3, but for its lambda_SuS of 0.0, which the text contradicts. 3 epochs over 7,473 problems, 2 at a time and
+# 4 times accumulated, are 2,802 updates on 8 problems.
 PRESETS = {"none": {}, "paper": dict(
     model="Qwen/Qwen2.5-1.5B", data="gsm8k", prompt="plain", train_problems=0, steps=2802, problems=8, micro_batch=1,
     samples=8, max_new_tokens=256, learning_rate=2e-5, rank=8, dimension=128, alpha=0.3, alpha_decay=0.0, lambda_ss=1.0,

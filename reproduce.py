@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -34,7 +34,7 @@ IDLE = "--strategy-updates 0 --strategy-warmup 0"           # these rewards do n
 MAIN = {"sus": "", "grpo": "--method grpo", "grpo-kl-0.1": "--method grpo --kl 0.1", "grpo-no-kl": "--method grpo --kl 0",
         "ss": "--method ss", "surprise": "--method surprise", "perplexity": f"--method perplexity {IDLE}",
         "oracle": f"--method oracle --alpha 4 {IDLE}"}
-QUICK = {name: MAIN[name] for name in ("sus", "grpo", "grpo-no-kl")}
+QUICK, QUICK_STEPS = {name: MAIN[name] for name in ("sus", "grpo", "grpo-no-kl")}, 200
 # Both methods may choose among as many settings on validation problems.
 SWEEP = {"sus": "", "alpha=4": "--alpha 4", "alpha=16": "--alpha 16", "lambda_ss=0.5": "--lambda-ss 0.5",
          "lambda_ss=2": "--lambda-ss 2", "lambda_sus=0": "--lambda-sus 0", "lambda_sus=1": "--lambda-sus 1",
@@ -57,7 +57,7 @@ PARTS = {"main": MAIN, "sweep": SWEEP, "tune": TUNE, "others": OTHERS}
 @dataclass(frozen=True)
 class Config:
     part: str = knob("main", "which table", choices=tuple(PARTS), group="What to run")
-    quick: bool = knob(False, "SuS, GRPO and GRPO without KL alone, with three seeds and half of --steps, in a folder of its own")
+    quick: bool = knob(False, "SuS, GRPO and GRPO without KL alone, with three seeds and 200 steps unless --steps says otherwise")
     seeds: int = knob(5, "how many seeds for the main table; the other parts take 3", low=1)
     steps: int = knob(400, "policy updates a run", low=1)
     folder: str = knob("runs/reproduce", "where the runs, tables and figures go", group="Where and how")
@@ -105,11 +105,10 @@ def plan(config: Config) -> list[Job]:
         raise ValueError(f"--quick is a form of the main part: leave it out, or leave out --part {config.part}")
     choosing, settings = config.part in ("tune", "sweep"), QUICK if config.quick else PARTS[config.part]
     count = min(3, config.seeds) if config.quick or config.part != "main" else config.seeds
-    steps = max(1, config.steps // 2) if config.quick else config.steps
     seeds = range(count) if choosing else range(10, 10 + count)
-    shared = ["--steps", str(steps), "--eval-every", str(max(1, steps // 4)), "--cache", config.cache,
+    shared = ["--steps", str(config.steps), "--eval-every", str(max(1, config.steps // 4)), "--cache", config.cache,
               "--eval-split", "validation" if choosing else "test"]
-    return [Job(name, seed, [*flags.split(), *shared, "--seed", str(seed)], place(config) / f"{name}-{seed}", steps)
+    return [Job(name, seed, [*flags.split(), *shared, "--seed", str(seed)], place(config) / f"{name}-{seed}", config.steps)
             for seed in seeds for name, flags in settings.items()]
 
 
@@ -195,7 +194,9 @@ def write_up(config: Config, jobs: list[Job], runs: list[plot.Run]) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    config, _ = parse(Config, __doc__, argv)
+    config, given = parse(Config, __doc__, argv)
+    if config.quick and "steps" not in given:
+        config = replace(config, steps=QUICK_STEPS)
     signal.signal(signal.SIGTERM, signal.default_int_handler)          # as Ctrl-C: the runs are stopped and saved too
     workers = config.workers or (1 if torch.cuda.is_available() else os.cpu_count())
     folder = place(config)
