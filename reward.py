@@ -105,7 +105,8 @@ def parts(signals: Signals) -> tuple[Tensor, Tensor]:
 def usual_surprise(correct: Tensor, probability: Tensor) -> float:
     """The mean SuS of the batch's correct responses. As long as P knows nothing, every success surprises alike: paying that
     to all of them would only speed up whatever the policy does already. Counted from this mean, a success on a problem that
-    the policy is known to fail earns, one on a problem that it is known to solve pays for it."""
+    the policy is known to fail earns, one on a problem that it is known to solve pays for it.
+    (Groups that are all right count too, though the gate `mixed` pays them nothing: they are what the policy is known to solve.)"""
     return ((success_surprise(correct, probability) * correct).sum() / correct.sum().clamp(min=1)).item()
 
 
