@@ -63,6 +63,16 @@ def shape_of(name: str) -> ModelConfig:
     return ModelConfig.from_dict(read_json(Path(found)), found)
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    """PyTorch says it in three ways: with its own type on a GPU, in words on a CPU, and as a size that no number holds."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(
+        words in str(error) for words in ("can't allocate memory", "Storage size calculation overflowed", "Overflow when unpacking"))
+
+
+OUT_OF_MEMORY = ("not enough memory: lower the number of problems, samples or new tokens, or, in training, --micro-batch; "
+                 "--recompute saves more, and train.py --dry-run says what a run needs")
+
+
 def activation_bytes(shape: ModelConfig, bytes: int, rank: int) -> float:
     """What the update keeps for the backward pass, a token and layer; counted from the tensors that autograd saves."""
     sizes = (shape.hidden_size, shape.heads * shape.head_dim, 2 * shape.kv_heads * shape.head_dim, shape.intermediate_size, rank)

@@ -37,14 +37,17 @@ def resolve(config, given: set[str]):
     if config.resume:
         if not config.run:
             raise ValueError("--resume needs --run FOLDER, the run to continue")
+        if not (folder / "config.json").exists():
+            raise ValueError(f"--run {config.run} holds no run to resume: expected a folder that train.py has made")
         saved = from_saved(type(config), read_json(folder / "config.json"), f"{config.run}/config.json")
-        fixed = given - CHANGEABLE
-        if saved.schedule == "linear" or (saved.alpha_decay and saved.method != "grpo"):  # these depend on steps
-            fixed |= given & {"steps"}
+        fixed, why = given - CHANGEABLE, ""
+        if saved.schedule == "linear" or (saved.alpha_decay and saved.method != "grpo"):
+            fixed, why = fixed | given & {"steps"}, " (alpha or the learning rate falls over --steps, so the past depends on it)"
         wrong = [f"--{name.replace('_', '-')} {getattr(config, name)} (the run has {getattr(saved, name)})"
                  for name in sorted(fixed) if getattr(config, name) != getattr(saved, name)]
         if wrong:
-            raise ValueError(f"{config.run} was started with other settings: {', '.join(wrong)}. Leave them out to resume")
+            raise ValueError(f"{config.run} was started with other settings: {', '.join(wrong)}. Leave them out to resume"
+                             + why * ("steps" in fixed))
         now = {name: getattr(config, name) for name in given & CHANGEABLE}
         return replace(saved, **{"wandb": False, "tensorboard": False, **now})         # other logs are for who asks for them
     if config.run and (folder / "config.json").exists():
@@ -148,9 +151,14 @@ def load(run) -> None:
                 print(f"warning: {file} cannot be used ({error}), trying the one before it", file=sys.stderr)
     else:
         if files:
-            raise ValueError(f"no checkpoint of {run.folder} can be used: remove its checkpoint folder to start over")
+            raise ValueError(f"no checkpoint of {run.folder} can be used: remove its checkpoint folder and metrics.jsonl to start over")
+        if (lines := read_lines(run.folder / "metrics.jsonl")) and lines[-1]["step"] > run.config.checkpoint_every:
+            raise ValueError(f"{run.folder} has taken {lines[-1]['step']} steps and has no checkpoint to go on from: choose another "
+                             "--run, or remove its metrics.jsonl to start over in it")
     if parallel.rank():
         return
+    if run.step:
+        lora.save(run.model, run.folder / "adapter", base=run.policy.base)             # whatever became of it
     for leftover in (*run.folder.rglob("*.tmp"), *damaged):
         leftover.unlink()
     for name in ("metrics.jsonl", "evaluations.jsonl"):

@@ -344,6 +344,10 @@ def main(argv: list[str] | None = None) -> None:
             print(f"written to {written}")
     except (ValueError, OSError, FloatingPointError) as error:
         fail(error)
+    except (RuntimeError, MemoryError) as error:
+        if not budget.is_out_of_memory(error):
+            raise
+        fail(budget.OUT_OF_MEMORY)
     except KeyboardInterrupt:
         sys.exit("stopped, nothing was written")
 

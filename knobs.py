@@ -73,7 +73,7 @@ class Config:
     strategy_warmup: int = knob(400, "minibatches before the first step, on the base policy's responses", low=0)
     recent: int = knob(64, "newest groups, from which all networks but P learn", low=1, high=10 ** 6)
     buffer: int = knob(1024, "queries and outcomes, from which P learns", low=1, high=10 ** 7)
-    clusters: int = knob(12, "clusters of embeddings, for count and uniqueness", low=1)
+    clusters: int = knob(12, "clusters of embeddings, for count and uniqueness", low=1, high=1000)
 
     normalise: str = knob("none", "advantage: reward minus group mean, divided by the group's std or by nothing",
                           choices=("std", "none"), group="The objective")

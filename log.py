@@ -6,6 +6,7 @@ from pathlib import Path
 
 import evaluate
 import plot
+from files import read_lines
 
 
 class Stopwatch:
@@ -47,6 +48,8 @@ def summary(folder: Path, before: dict | None, after: dict) -> None:
     print(evaluate.table({**({"before": before} if before else {}), f"after {after['step']} steps": after}))
     if before and (gone := evaluate.lost(before, after)):
         print(f"lost strategies: {'  '.join(gone)}")
+    if skipped := sum(line.get("skipped", 0) for line in read_lines(folder / "metrics.jsonl")):
+        print(f"{skipped} of {after['step']} steps were skipped, since the loss or its gradient was not finite: see --learning-rate")
     try:
         for file in plot.draw(plot.find_runs([str(folder)]), folder, (plot.training,)):
             print(f"curves: {file}")

@@ -159,10 +159,12 @@ def load(model: Transformer, folder: str | Path) -> Transformer:
     if config.get("peft_type") != "LORA" or config.get("bias", "none") != "none" or extra:
         raise ValueError(f"{where}: expected plain LoRA without bias, found {config.get('peft_type')} {' '.join(extra)}")
     rank, alpha = config.get("r"), config.get("lora_alpha")
-    if type(rank) is not int or type(alpha) not in (int, float) or not (rank > 0 and 0 < alpha < 1e9):
-        raise ValueError(f"{where}: r is {rank!r} and lora_alpha {alpha!r}, expected positive numbers")
+    if type(rank) is not int or type(alpha) not in (int, float) or not (0 < rank <= 2 ** 14 and 0 < alpha < 1e9):
+        raise ValueError(f"{where}: r is {rank!r} and lora_alpha {alpha!r}, expected positive numbers, r at most {2 ** 14}")
     if not layers(model):
         targets = {part for key in tensors for part in key.split(".") if part in TARGETS}
+        if not targets:
+            raise ValueError(f"{file} has no adapter of {', '.join(TARGETS)}")
         apply(model, rank, alpha, tuple(targets))
     adapters = parameters(model)
     for key in sorted(adapters.keys() | tensors.keys()):

@@ -145,9 +145,13 @@ def line_figure(runs: list[Run], title: str, parts: list[tuple], records: str = 
     return figure
 
 
+def only(runs: list[Run], *names: str) -> list[Run]:
+    """Of the main reproduction's many methods those that a figure is about; of other runs all."""
+    return [run for run in runs if run.name in names and {run.name for run in runs} <= NAMES.keys()] or runs
+
+
 def story(runs: list[Run]):
-    shown = [run for run in runs if run.name in ("sus", "grpo", "grpo-kl-0.1", "grpo-no-kl")] or runs
-    return line_figure(shown, "What training does to a policy's strategies", [
+    return line_figure(only(runs, "sus", "grpo", "grpo-kl-0.1", "grpo-no-kl"), "What training does to a policy's strategies", [
         ("pass@1", "right at the first try (pass@1, %)", 100), ("pass@5", "right within five tries (pass@5, %)", 100),
         ("strategy_entropy", "strategies in use (entropy, nats)", 1)])
 
@@ -166,8 +170,7 @@ def intrinsic(runs: list[Run]):
 
 
 def losses(runs: list[Run]):
-    shown = [run for run in runs if run.name in ("sus", "grpo")] or runs
-    return line_figure(shown, "Losses over training", [
+    return line_figure(only(runs, "sus", "grpo"), "Losses over training", [
         ("loss", "policy", 1), ("contrastive_loss", "E, InfoNCE", 1), ("expectation_loss", "E(query)", 1),
         ("success_loss", "P, cross-entropy", 1), ("world_loss", "M, squared error", 1)], "metrics", 10)
 
@@ -181,9 +184,8 @@ def training(runs: list[Run]):
 
 
 def passes(runs: list[Run]):
-    shown = {name: members for name, members in grouped(runs).items() if name in NAMES and name not in ("ss", "surprise")}
-    shown = {name: [run for run in members if run.evaluations[-1].get("pass_curve")] for name, members in shown.items()}
-    if not (shown := {name: members for name, members in shown.items() if members}):
+    shown = [run for run in only(runs, *NAMES.keys() - {"ss", "surprise"}) if run.evaluations[-1].get("pass_curve")]
+    if not (shown := grouped(shown)):
         return None
     figure, (axis,) = panels(1, 5.5, 4)
     base = next(iter(shown.values()))[0].evaluations[0]["pass_curve"]
@@ -191,7 +193,7 @@ def passes(runs: list[Run]):
     lines |= {name: [run.evaluations[-1]["pass_curve"] for run in members] for name, members in shown.items()}
     for name, found in lines.items():
         columns = [[100 * value for value in column] for column in zip(*found)]
-        band(axis, range(1, len(columns) + 1), columns, COLOURS[name], label=NAMES[name],
+        band(axis, range(1, len(columns) + 1), columns, colour(name, list(lines)), label=NAMES.get(name, name),
              linestyle="--" if name in ("oracle", "base") else "-")
     axis.set_title("How much do more tries help?"), axis.set_xlabel("tries k"), axis.set_ylabel("pass@k (%)")
     axis.set_ylim(0, 100), axis.legend(frameon=False), axis.grid(alpha=0.25), axis.spines[["top", "right"]].set_visible(False)
@@ -249,8 +251,7 @@ def sensitivity(runs: list[Run]):
 
 def embeddings(runs: list[Run]):
     """The base policy's responses, then those of each method after training, placed by one shared ruler."""
-    groups = {name: members[0] for name, members in grouped(runs).items() if name in ("grpo", "grpo-no-kl", "sus")}
-    groups = groups or {runs[0].name: runs[0]}
+    groups = {name: members[0] for name, members in list(grouped(only(runs, "grpo", "grpo-no-kl", "sus")).items())[:4]}
     first = next(iter(groups.values()))
     wanted = {"before training": first.folder / "samples-before.jsonl",
               **{f"after {NAMES.get(name, name)}": run.folder / "samples.jsonl" for name, run in sorted(groups.items())}}

@@ -82,7 +82,7 @@ class Job:
         if not (self.folder / "config.json").exists():
             return False
         wanted, saved = asdict(parse(knobs.Config, "", self.flags)[0]), read_json(self.folder / "config.json")
-        odd = [name for name in sorted(wanted.keys() - checkpoint.CHANGEABLE)
+        odd = [name for name in sorted(wanted.keys() - checkpoint.CHANGEABLE | {"steps"})
                if saved.get(name) != (list(wanted[name]) if isinstance(wanted[name], tuple) else wanted[name])]
         if odd:
             raise ValueError(f"{self.folder} was made with other settings ({', '.join(odd)}): remove it, or choose another "

@@ -54,18 +54,19 @@ class Ruler:
 
     @classmethod
     def load(cls, file: Path, model: Transformer) -> "Ruler":
-        settings, tensors = strategy.Settings(), read_tensors(file)
+        settings = strategy.Settings()
         networks = strategy.Networks(model.config.hidden_size, settings.dimension, settings.seed)
         try:
+            tensors = read_tensors(file)
             networks.load_state_dict({name.removeprefix("networks."): value for name, value in tensors.items()
                                       if name.startswith("networks.")})
             placed = [tensors[name].to(model.device) for name in ("centres", "middle", "plane")]
             d = settings.dimension
             if [tuple(part.shape) for part in placed] != [(CLUSTERS, d), (d,), (d, 2)]:
                 raise KeyError("shape")
-        except (KeyError, RuntimeError) as error:
-            raise ValueError(f"{file} does not fit this model ({type(error).__name__}): remove it to go on without cluster "
-                             "entropies") from None
+        except (KeyError, RuntimeError, ValueError) as error:
+            raise ValueError(f"{file} is damaged or does not fit this model ({type(error).__name__}): remove it to go on without "
+                             "cluster entropies") from None
         return cls(networks.to(model.device), *placed)
 
 

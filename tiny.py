@@ -69,7 +69,7 @@ def initialise(model: Transformer, generator: torch.Generator) -> None:
 def find(task: str, cache: Path, rebuild: bool = False) -> Path:
     """The cached folder of the tiny model for this task, built first if need be."""
     if task not in data.COUNTDOWN:
-        raise ValueError(f"the tiny model only plays {' and '.join(data.COUNTDOWN)}: for --data {task} name a --model")
+        raise ValueError(f"the tiny model only plays {' and '.join(data.COUNTDOWN)}: for --data {task} name another model")
     folder = cache / f"tiny-{task}"
     return folder if (folder / "config.json").exists() and not rebuild else build(folder, data.COUNTDOWN[task])
 

@@ -90,8 +90,10 @@ class Run:
             if self.step > config.steps:
                 raise ValueError(f"{config.run} has taken {self.step} steps already: --steps {config.steps} is too few")
         records = read_lines(self.folder / "evaluations.jsonl")
-        if not all(isinstance(record.get("intervals"), dict) for record in records):
-            raise ValueError(f"{self.folder / 'evaluations.jsonl'} is damaged: an evaluation has no intervals; move it away to go on")
+        try:
+            evaluate.table({record["step"]: record for record in records})
+        except (KeyError, TypeError, ValueError):
+            raise ValueError(f"{self.folder / 'evaluations.jsonl'} is damaged: numbers are missing; move it away to go on") from None
         self.evaluations = {record["step"]: record for record in records if record["step"] <= self.step}
         place = self.folder / "ruler.safetensors"           # the base model's, for all evaluations of the run
         self.ruler = Ruler.load(place, self.model) if place.exists() else None
@@ -332,7 +334,9 @@ def main(argv: list[str] | None = None) -> None:
             log.summary(run.folder, run.evaluations.get(0), after)
     except (ValueError, OSError, FloatingPointError) as error:
         fail(f"{error}. {how_to_continue(run)}" if run and isinstance(error, OSError) else error)
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError) as error:
+        if budget.is_out_of_memory(error):
+            fail(budget.OUT_OF_MEMORY)
         if not parallel.is_lost(error):
             raise
         fail(f"a process of this run is gone. {how_to_continue(run)}")

@@ -37,7 +37,10 @@ def test_a_finished_run_of_other_settings_is_refused(tmp_path):
     (job.folder / "config.json").write_text(json.dumps(asdict(reproduce.knobs.Config(seed=10, steps=3))))
     (job.folder / "evaluation.json").write_text('{"step": 3}')
     assert job.finished()
-    job.flags += ["--alpha", "99"]
+    job.flags += ["--steps", "5"]
+    with pytest.raises(ValueError, match="other settings .steps."):
+        job.finished()
+    job.flags += ["--steps", "3", "--alpha", "99"]
     with pytest.raises(ValueError, match="other settings .alpha."):
         job.finished()
 

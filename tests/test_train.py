@@ -281,6 +281,9 @@ def test_the_adapter_is_as_new_as_the_checkpoint(cache, tmp_path):
     assert not same(before, adapter(folder))
     saved = load_file(folder / "checkpoint" / "step-000002.safetensors")
     assert all(torch.equal(tensor, saved[f"adapter.{name}"]) for name, tensor in adapter(folder).items())
+    (folder / "adapter" / "adapter_model.safetensors").write_bytes(b"junk")
+    train.main(["--run", str(folder), "--resume"])          # nothing is left to train, but the adapter is whole again
+    assert all(torch.equal(tensor, saved[f"adapter.{name}"]) for name, tensor in adapter(folder).items())
 
 
 @pytest.mark.parametrize("flags", [["--schedule", "linear"], ["--alpha-decay", "0.5"]])
@@ -288,7 +291,16 @@ def test_more_steps_are_refused_where_they_would_change_the_past(flags, cache, t
     folder = run(tmp_path / "run", cache, "--steps", "2", *flags)
     with pytest.raises(SystemExit):
         train.main(["--run", str(folder), "--resume", "--steps", "4"])
-    assert "--steps 4" in capsys.readouterr().err
+    assert "--steps 4" in (error := capsys.readouterr().err) and "falls over --steps" in error
+
+
+def test_a_run_that_is_not_there_and_one_too_large_for_the_memory(cache, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        train.main(["--run", str(tmp_path / "nothing"), "--resume"])
+    assert "holds no run to resume" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as caught:
+        run(tmp_path / "large", cache, "--steps", "1", "--eval-samples", str(10 ** 15))
+    assert caught.value.code == 2 and "not enough memory" in capsys.readouterr().err
 
 
 def test_fewer_steps_than_were_taken(whole, capsys):
@@ -336,7 +348,11 @@ DAMAGES = [
     (edit_checkpoints(lambda tensors, header: header.update(step="-3")), "no checkpoint"),
     (lambda f: edit_checkpoints(lambda tensors, header: [t.fill_(math.nan) for n, t in tensors.items() if n.startswith("adapter")])(f), "no checkpoint"),
     (lambda f: edit_checkpoints(lambda tensors, header: tensors.update({n: t[:1].clone() for n, t in tensors.items() if "exp_avg" in n}))(f), "no checkpoint"),
-    (lambda f: (f / "evaluations.jsonl").write_text('{"a": 1}\n'), "evaluations.jsonl")]
+    (lambda f: (f / "evaluations.jsonl").write_text('{"a": 1}\n'), "evaluations.jsonl"),
+    (lambda f: (f / "evaluations.jsonl").write_text('{"step": 0, "pass@1": 0.5, "intervals": {}}\n'), "evaluations.jsonl"),
+    (lambda f: (f / "evaluations.jsonl").write_text('{"step": 0, "pass@1": "high", "intervals": {"pass@1": [0, 1]}}\n'), "evaluations.jsonl"),
+    (lambda f: shutil.rmtree(f / "checkpoint"), "no checkpoint to go on from"),
+    (lambda f: (f / "ruler.safetensors").write_bytes(b"junk"), "without cluster entropies")]
 
 
 @pytest.mark.parametrize("number", range(len(DAMAGES)))
