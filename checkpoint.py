@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+import data
 import lora
 import parallel
 from files import (pack_optimizer, read_json, read_lines, read_metadata, read_tensors, unpack_optimizer, write_json, write_lines,
@@ -33,6 +34,8 @@ CHANGEABLE = {"run", "resume", "steps", "checkpoint_every", "device", "eval_ever
 
 def resolve(config, given: set[str]):
     """Settle the run folder and what a resumed run was started with; touch nothing."""
+    config = replace(config, **{name: str(Path(value).absolute()) for name in ("model", "data", "encoder")       # from anywhere
+                                if (value := getattr(config, name)) not in ("", "tiny", *data.KNOWN) and Path(value).exists()})
     folder = Path(config.run)
     if config.resume:
         if not config.run:

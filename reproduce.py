@@ -1,7 +1,8 @@
 """The paper's tables and figures, from scratch on one machine: settings x seeds on Countdown, then statistics.
 
     python reproduce.py                 main results and ablation, five seeds
-    python reproduce.py --quick         the same story with three methods, three seeds and half the steps
+    python reproduce.py --quick         the first 160 steps of three methods with three seeds: who falls into the trap
+    python reproduce.py --part bases    SuS and GRPO on three base models, one seed each: how much hangs on the base
     python reproduce.py --part sweep    sensitivity of SuS to alpha, the two lambdas and KL: validation problems, other seeds
     python reproduce.py --part tune     as many settings of plain GRPO, on the same problems and seeds: the best baseline
     python reproduce.py --part others   literal Algorithm 1, the other reading, gates, learned lambdas: what else was tried
@@ -34,7 +35,8 @@ IDLE = "--strategy-updates 0 --strategy-warmup 0"           # these rewards do n
 MAIN = {"sus": "", "grpo": "--method grpo", "grpo-kl-0.1": "--method grpo --kl 0.1", "grpo-no-kl": "--method grpo --kl 0",
         "ss": "--method ss", "surprise": "--method surprise", "perplexity": f"--method perplexity {IDLE}",
         "oracle": f"--method oracle --alpha 4 {IDLE}"}
-QUICK, QUICK_STEPS = {name: MAIN[name] for name in ("sus", "grpo", "grpo-no-kl")}, 200
+QUICK, QUICK_STEPS = {name: MAIN[name] for name in ("sus", "grpo", "grpo-no-kl")}, 160
+BASES = {name: MAIN[name] for name in ("sus", "grpo", "grpo-kl-0.1", "grpo-no-kl")}
 # Both methods may choose among as many settings on validation problems.
 SWEEP = {"sus": "", "alpha=4": "--alpha 4", "alpha=16": "--alpha 16", "lambda_ss=0.5": "--lambda-ss 0.5",
          "lambda_ss=2": "--lambda-ss 2", "lambda_sus=0": "--lambda-sus 0", "lambda_sus=1": "--lambda-sus 1",
@@ -51,13 +53,16 @@ OTHERS = {"literal": "--alpha 0.3 --sus-baseline none --gate correct --normalise
           "layer-2": "--layer 2", "novelty": "--method novelty"}
 PAIRS = [("sus", "grpo"), ("sus", "grpo-kl-0.1"), ("sus", "grpo-no-kl"), ("sus", "perplexity"), ("ss", "sus"), ("surprise", "sus"),
          ("grpo", "sus"), ("oracle", "grpo"), ("oracle", "sus")]
-PARTS = {"main": MAIN, "sweep": SWEEP, "tune": TUNE, "others": OTHERS}
+PARTS = {"main": MAIN, "bases": BASES, "sweep": SWEEP, "tune": TUNE, "others": OTHERS}
+
+
+FIRST = 10                              # seeds below it are for choosing settings
 
 
 @dataclass(frozen=True)
 class Config:
     part: str = knob("main", "which table", choices=tuple(PARTS), group="What to run")
-    quick: bool = knob(False, "SuS, GRPO and GRPO without KL alone, with three seeds and 200 steps unless --steps says otherwise")
+    quick: bool = knob(False, "SuS, GRPO and GRPO without KL alone, with three seeds and 160 steps unless --steps says otherwise")
     seeds: int = knob(5, "how many seeds for the main table; the other parts take 3", low=1)
     steps: int = knob(400, "policy updates a run", low=1)
     folder: str = knob("runs/reproduce", "where the runs, tables and figures go", group="Where and how")
@@ -99,16 +104,23 @@ def place(config: Config) -> Path:
     return Path(config.folder) / ("quick" if config.quick else config.part)
 
 
+def base_of(config: Config, seed: int) -> tuple[Path, int]:
+    """Cache folder and seed of the base model: the same for all runs, but in the part `bases` another for every seed."""
+    number = seed - FIRST if config.part == "bases" else 0
+    return Path(f"{config.cache}-{number}" if number else config.cache), number
+
+
 def plan(config: Config) -> list[Job]:
     """Every run of a part. Choosing takes seeds 0 to 2 and validation problems, reporting other seeds and test problems."""
     if config.quick and config.part != "main":
         raise ValueError(f"--quick is a form of the main part: leave it out, or leave out --part {config.part}")
     choosing, settings = config.part in ("tune", "sweep"), QUICK if config.quick else PARTS[config.part]
     count = min(3, config.seeds) if config.quick or config.part != "main" else config.seeds
-    seeds = range(count) if choosing else range(10, 10 + count)
-    shared = ["--steps", str(config.steps), "--eval-every", str(max(1, config.steps // 4)), "--cache", config.cache,
+    seeds = range(count) if choosing else range(FIRST, FIRST + count)
+    shared = ["--steps", str(config.steps), "--eval-every", str(max(1, config.steps // 4)),
               "--eval-split", "validation" if choosing else "test"]
-    return [Job(name, seed, [*flags.split(), *shared, "--seed", str(seed)], place(config) / f"{name}-{seed}", config.steps)
+    return [Job(name, seed, [*flags.split(), *shared, "--seed", str(seed), "--cache", str(base_of(config, seed)[0])],
+                place(config) / f"{name}-{seed}", config.steps)
             for seed in seeds for name, flags in settings.items()]
 
 
@@ -187,8 +199,8 @@ def write_up(config: Config, jobs: list[Job], runs: list[plot.Run]) -> str:
     names, seeds = list(dict.fromkeys(job.name for job in jobs)), sorted({job.seed for job in jobs})
     text = [f"{jobs[0].steps} steps, seeds {', '.join(map(str, seeds))}: mean ± half of the 95 % interval over seeds", "",
             *results_table(runs, names)]
-    if "grpo" in names and config.part == "main":
-        text += ["", "Main result and ablation, relative to the second (95 % interval of the paired difference):", "",
+    if config.part in ("main", "bases"):
+        text += ["", "Relative to the second (95 % interval of the paired difference):", "",
                  *difference_table(runs, [pair for pair in PAIRS if set(pair) <= set(names)])]
     return "\n".join(text) + "\n"
 
@@ -202,7 +214,8 @@ def main(argv: list[str] | None = None) -> None:
     folder = place(config)
     try:
         jobs = plan(config)
-        tiny.find("countdown", Path(config.cache))          # once, before the others ask for it
+        for cache, seed in sorted({base_of(config, job.seed) for job in jobs}):
+            tiny.find("countdown", cache, seed=seed)        # once, before the others ask for it
         run_all(jobs, workers)
         runs = plot.find_runs([str(job.folder) for job in jobs])
         table, file = write_up(config, jobs, runs), folder / "tables.md"

@@ -66,12 +66,12 @@ def initialise(model: Transformer, generator: torch.Generator) -> None:
             parameter.data.zero_()
 
 
-def find(task: str, cache: Path, rebuild: bool = False) -> Path:
+def find(task: str, cache: Path, rebuild: bool = False, seed: int = 0) -> Path:
     """The cached folder of the tiny model for this task, built first if need be."""
     if task not in data.COUNTDOWN:
         raise ValueError(f"the tiny model only plays {' and '.join(data.COUNTDOWN)}: for --data {task} name another model")
     folder = cache / f"tiny-{task}"
-    return folder if (folder / "config.json").exists() and not rebuild else build(folder, data.COUNTDOWN[task])
+    return folder if (folder / "config.json").exists() and not rebuild else build(folder, data.COUNTDOWN[task], seed=seed)
 
 
 def build(folder: Path, size: int = 3, steps: int = STEPS, seed: int = 0, progress: bool = True) -> Path:

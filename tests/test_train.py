@@ -205,7 +205,7 @@ BAD = [
     (["--nonsense"], "--nonsense"), (["--step", "5"], "--step"), (["--data", "chess"], "chess"), (["--method", "magic"], "magic"),
     (["--normalise", "max"], "max"), (["--targets", "q_proj,lm_head"], "lm_head"), (["--targets", ","], "targets"),
     (["--model", "./nowhere"], "./nowhere"), (["--model", "no/such-model"], "no/such-model"), (["--device", "tpu"], "tpu"),
-    (["--max-new-tokens", "120"], "context of 128"), (["--resume"], "config.json"), (["--seed", "-1"], "--seed"),
+    (["--max-new-tokens", "120"], "context of 128"), (["--resume"], "holds no run"), (["--seed", "-1"], "--seed"),
     (["--dtype", "int8"], "int8"), (["--alpha", "-1"], "--alpha"), (["--gate", "open"], "open"), (["--layer", "9"], "--layer 9"),
     (["--encoder", "./nowhere"], "./nowhere"), (["--momentum", "2"], "--momentum"), (["--alpha-decay", "1.5"], "--alpha-decay"), (["--learn-lambdas", "--method", "grpo"], "--learn-lambdas")]
 
@@ -254,6 +254,14 @@ def test_the_lock_harms_nothing_that_it_points_to(tmp_path):
     with pytest.raises(OSError):
         checkpoint.lock(tmp_path)
     assert (tmp_path / "precious").read_text() == "mine"
+
+
+def test_paths_are_kept_whole_and_names_as_they_are(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.jsonl").touch(), (tmp_path / "gsm8k").mkdir()
+    found = checkpoint.resolve(train.Config(data="mine.jsonl", model="Qwen/Qwen2.5-1.5B"), set())
+    assert found.data == str(tmp_path / "mine.jsonl") and found.model == "Qwen/Qwen2.5-1.5B" and found.encoder == ""
+    assert checkpoint.resolve(train.Config(data="gsm8k"), set()).data == "gsm8k"
 
 
 def test_leftovers_of_another_run_are_not_mixed_in(cache, tmp_path, capsys):
