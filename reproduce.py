@@ -2,7 +2,7 @@
 
     python reproduce.py                 main results and ablation, five seeds
     python reproduce.py --quick         the first 160 steps of three methods with three seeds: who falls into the trap
-    python reproduce.py --part bases    SuS and GRPO on three base models, one seed each: how much hangs on the base
+    python reproduce.py --part bases    SuS and GRPO on five base models, one seed each: how much hangs on the base
     python reproduce.py --part sweep    sensitivity of SuS to alpha, the two lambdas and KL: validation problems, other seeds
     python reproduce.py --part tune     as many settings of plain GRPO, on the same problems and seeds: the best baseline
     python reproduce.py --part others   literal Algorithm 1, the other reading, gates, learned lambdas: what else was tried
@@ -63,7 +63,7 @@ FIRST = 10                              # seeds below it are for choosing settin
 class Config:
     part: str = knob("main", "which table", choices=tuple(PARTS), group="What to run")
     quick: bool = knob(False, "SuS, GRPO and GRPO without KL alone, with three seeds and 160 steps unless --steps says otherwise")
-    seeds: int = knob(5, "how many seeds for the main table; the other parts take 3", low=1)
+    seeds: int = knob(5, "how many seeds; the parts that are not main or bases take at most 3", low=1)
     steps: int = knob(400, "policy updates a run", low=1)
     folder: str = knob("runs/reproduce", "where the runs, tables and figures go", group="Where and how")
     cache: str = knob("cache", "folder of the tiny base model")
@@ -115,7 +115,7 @@ def plan(config: Config) -> list[Job]:
     if config.quick and config.part != "main":
         raise ValueError(f"--quick is a form of the main part: leave it out, or leave out --part {config.part}")
     choosing, settings = config.part in ("tune", "sweep"), QUICK if config.quick else PARTS[config.part]
-    count = min(3, config.seeds) if config.quick or config.part != "main" else config.seeds
+    count = config.seeds if config.part in ("main", "bases") and not config.quick else min(3, config.seeds)
     seeds = range(count) if choosing else range(FIRST, FIRST + count)
     shared = ["--steps", str(config.steps), "--eval-every", str(max(1, config.steps // 4)),
               "--eval-split", "validation" if choosing else "test"]

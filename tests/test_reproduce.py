@@ -62,7 +62,7 @@ def test_a_plan_tunes_on_other_problems_and_seeds_than_it_reports():
     assert all("validation" in job.flags for job in tune) and all("test" in job.flags for job in main)
     assert len(main) == config.seeds * len(reproduce.MAIN) and len({job.folder for job in tune + main}) == len(tune + main)
     bases = reproduce.plan(reproduce.Config(part="bases", cache="place"))
-    assert {(job.seed, job.flags[-1]) for job in bases} == {(10, "place"), (11, "place-1"), (12, "place-2")}
+    assert {(job.seed, job.flags[-1]) for job in bases} == {(10, "place"), *((10 + n, f"place-{n}") for n in range(1, 5))}
     assert [reproduce.base_of(reproduce.Config(part="bases", cache="place"), seed)[1] for seed in (10, 11, 12)] == [0, 1, 2]
     assert all(job.flags[-1] == "cache" for job in main)
     quick = reproduce.plan(reproduce.Config(quick=True))
