@@ -52,7 +52,7 @@ class Config:
                         choices=("algorithm", "equations"))
     lambda_ss: float = knob(1.0, "weight of SS", low=0)
     lambda_sus: float = knob(0.5, "weight of SuS", low=0)
-    sus_baseline: str = knob("batch", "what SuS = |c - P| is counted from: the batch's average success, or none, as in the paper",
+    sus_baseline: str = knob("batch", "what SuS = |c - P| is counted from: the mean over the batch's successes, or none, as in the paper",
                              choices=("batch", "none"))
     learn_lambdas: bool = knob(False, "learn both weights by meta-gradient, from these values on")
     lambda_rate: float = knob(0.1, "learning rate of the weights", above=0)
