@@ -130,7 +130,7 @@ def panels(count: int, width: float = 4.2, height: float = 3.4):
 
 
 def line_figure(runs: list[Run], title: str, parts: list[tuple], records: str = "evaluations", smooth: int = 1):
-    """parts: (key, heading, unit). The lines are named once, in the last panel that has them all."""
+    """parts: (key, heading, unit). The lines are named once, below all panels."""
     parts = [part for part in parts if any(row.get(part[0]) is not None for run in runs for row in getattr(run, records))]
     if not parts:
         return None
@@ -140,7 +140,8 @@ def line_figure(runs: list[Run], title: str, parts: list[tuple], records: str = 
         axis.set_title(heading, fontsize=11)
         axis.set_ylim(bottom=min(0, axis.get_ylim()[0]))
     if len(grouped(runs)) > 1:
-        max(reversed(axes), key=lambda axis: len(axis.lines)).legend(frameon=False, fontsize=9)
+        lines = max(axes, key=lambda axis: len(axis.lines)).get_legend_handles_labels()
+        figure.legend(*lines, loc="outside lower center", ncols=6, frameon=False, fontsize=9)
     figure.suptitle(title, fontsize=12)
     return figure
 
@@ -188,8 +189,7 @@ def passes(runs: list[Run]):
     if not (shown := grouped(shown)):
         return None
     figure, (axis,) = panels(1, 5.5, 4)
-    base = next(iter(shown.values()))[0].evaluations[0]["pass_curve"]
-    lines = {"base": [base]}
+    lines = {"base": [run.evaluations[0]["pass_curve"] for run in next(iter(shown.values()))]}
     lines |= {name: [run.evaluations[-1]["pass_curve"] for run in members] for name, members in shown.items()}
     for name, found in lines.items():
         columns = [[100 * value for value in column] for column in zip(*found)]

@@ -175,7 +175,8 @@ def header(columns: dict[str, str]) -> list[str]:
 
 def results_table(runs: list[plot.Run], names: list[str], columns: dict[str, str] = COLUMNS) -> list[str]:
     """The base model, then each name: mean and half the width of the interval over seeds."""
-    rows = {"base model": [shown([runs[0].evaluations[0][metric]], metric) for metric in columns]}
+    before = {metric: list({run.seed: run.evaluations[0][metric] for run in runs}.values()) for metric in columns}
+    rows = {"base model": [shown(found if len(set(found)) > 1 else found[:1], metric) for metric, found in before.items()]}
     rows |= {name: [shown(list(values(runs, name, metric).values()), metric) for metric in columns] for name in names}
     return header(columns) + [f"| {name} | {' | '.join(cells)} |" for name, cells in rows.items()]
 

@@ -19,7 +19,7 @@ def test_tables_by_hand(tmp_path):
     assert reproduce.values(runs, "sus", "pass@1") == pytest.approx({1: 0.6, 2: 0.7, 3: 0.8})
     metrics = {"pass@1": "pass@1", "strategy_entropy": "entropy"}
     table = "\n".join(reproduce.results_table(runs, ["sus", "grpo"], metrics))
-    assert "| base model | 0.0 % | 2.00 |" in table
+    assert "| base model | 20.0 ± 24.8 % | 2.00 |" in table              # these seeds have base models of their own
     assert "| sus | 70.0 ± 24.8 % | 1.00 ± 0.00 |" in table            # 4.303 * 0.1 / sqrt(3) = 0.248
     make_run(tmp_path / "more" / "sus-9", "sus", 9, 0.9)                   # no partner: it must not be paired with another's
     runs = plot.find_runs([str(tmp_path)])
