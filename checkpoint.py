@@ -43,14 +43,14 @@ def resolve(config, given: set[str]):
         if not (folder / "config.json").exists():
             raise ValueError(f"--run {config.run} holds no run to resume: expected a folder that train.py has made")
         saved = from_saved(type(config), read_json(folder / "config.json"), f"{config.run}/config.json")
-        fixed, why = given - CHANGEABLE, ""
+        fixed = given - CHANGEABLE
         if saved.schedule == "linear" or (saved.alpha_decay and saved.method != "grpo"):
-            fixed, why = fixed | given & {"steps"}, " (alpha or the learning rate falls over --steps, so the past depends on it)"
+            fixed |= given & {"steps"}
         wrong = [f"--{name.replace('_', '-')} {getattr(config, name)} (the run has {getattr(saved, name)})"
                  for name in sorted(fixed) if getattr(config, name) != getattr(saved, name)]
         if wrong:
-            raise ValueError(f"{config.run} was started with other settings: {', '.join(wrong)}. Leave them out to resume"
-                             + why * ("steps" in fixed))
+            why = " (alpha or the learning rate falls over --steps, so the past depends on it)" if "steps" in fixed else ""
+            raise ValueError(f"{config.run} was started with other settings: {', '.join(wrong)}. Leave them out to resume{why}")
         now = {name: getattr(config, name) for name in given & CHANGEABLE}
         return replace(saved, **{"wandb": False, "tensorboard": False, **now})         # other logs are for who asks for them
     if config.run and (folder / "config.json").exists():

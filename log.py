@@ -6,7 +6,6 @@ from pathlib import Path
 
 import evaluate
 import plot
-from files import read_lines
 
 
 class Stopwatch:
@@ -48,10 +47,11 @@ def summary(folder: Path, before: dict | None, after: dict) -> None:
     print(evaluate.table({**({"before": before} if before else {}), f"after {after['step']} steps": after}))
     if before and (gone := evaluate.lost(before, after)):
         print(f"lost strategies: {'  '.join(gone)}")
-    if skipped := sum(line.get("skipped", 0) for line in read_lines(folder / "metrics.jsonl")):
-        print(f"{skipped} of {after['step']} steps were skipped, since the loss or its gradient was not finite: see --learning-rate")
     try:
-        for file in plot.draw(plot.find_runs([str(folder)]), folder, (plot.training,)):
+        runs = plot.find_runs([str(folder)])
+        if skipped := sum(line.get("skipped", 0) for run in runs if run.folder == folder for line in run.metrics):
+            print(f"{skipped} of {after['step']} steps were skipped, since the loss or its gradient was not finite: see --learning-rate")
+        for file in plot.draw(runs, folder, (plot.training,)):
             print(f"curves: {file}")
     except (ValueError, OSError) as error:
         print(f"no curves: {error}, then python plot.py {shlex.quote(str(folder))}")

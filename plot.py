@@ -148,7 +148,8 @@ def line_figure(runs: list[Run], title: str, parts: list[tuple], records: str = 
 
 def only(runs: list[Run], *names: str) -> list[Run]:
     """Of the main reproduction's many methods those that a figure is about; of other runs all."""
-    return [run for run in runs if run.name in names and {run.name for run in runs} <= NAMES.keys()] or runs
+    known = {run.name for run in runs} <= NAMES.keys()
+    return [run for run in runs if known and run.name in names] or runs
 
 
 def story(runs: list[Run]):

@@ -54,8 +54,6 @@ OTHERS = {"literal": "--alpha 0.3 --sus-baseline none --gate correct --normalise
 PAIRS = [("sus", "grpo"), ("sus", "grpo-kl-0.1"), ("sus", "grpo-no-kl"), ("sus", "perplexity"), ("ss", "sus"), ("surprise", "sus"),
          ("grpo", "sus"), ("oracle", "grpo"), ("oracle", "sus")]
 PARTS = {"main": MAIN, "bases": BASES, "sweep": SWEEP, "tune": TUNE, "others": OTHERS}
-
-
 FIRST = 10                              # seeds below it are for choosing settings
 
 
