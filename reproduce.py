@@ -1,8 +1,7 @@
 """The paper's tables and figures, from scratch on one machine: settings x seeds on Countdown, then statistics.
 
-    python reproduce.py                 main results and ablation, five seeds
+    python reproduce.py                 main results and ablation, five seeds, each on a base model of its own
     python reproduce.py --quick         the first 160 steps of three methods with three seeds: who falls into the trap
-    python reproduce.py --part bases    SuS and GRPO on five base models, one seed each: how much hangs on the base
     python reproduce.py --part sweep    sensitivity of SuS to alpha, the two lambdas and KL: validation problems, other seeds
     python reproduce.py --part tune     as many settings of plain GRPO, on the same problems and seeds: the best baseline
     python reproduce.py --part others   literal Algorithm 1, the other reading, gates, learned lambdas: what else was tried
@@ -35,8 +34,7 @@ IDLE = "--strategy-updates 0 --strategy-warmup 0"           # these rewards do n
 MAIN = {"sus": "", "grpo": "--method grpo", "grpo-kl-0.1": "--method grpo --kl 0.1", "grpo-no-kl": "--method grpo --kl 0",
         "ss": "--method ss", "surprise": "--method surprise", "perplexity": f"--method perplexity {IDLE}",
         "oracle": f"--method oracle --alpha 4 {IDLE}"}
-QUICK, QUICK_STEPS = {name: MAIN[name] for name in ("sus", "grpo", "grpo-no-kl")}, 160
-BASES = {name: MAIN[name] for name in ("sus", "grpo", "grpo-kl-0.1", "grpo-no-kl")}
+QUICK, QUICK_FORM = {name: MAIN[name] for name in ("sus", "grpo", "grpo-no-kl")}, {"steps": 160, "bases": 1}
 # Both methods may choose among as many settings on validation problems.
 SWEEP = {"sus": "", "alpha=4": "--alpha 4", "alpha=16": "--alpha 16", "lambda_ss=0.5": "--lambda-ss 0.5",
          "lambda_ss=2": "--lambda-ss 2", "lambda_sus=0": "--lambda-sus 0", "lambda_sus=1": "--lambda-sus 1",
@@ -53,15 +51,16 @@ OTHERS = {"literal": "--alpha 0.3 --sus-baseline none --gate correct --normalise
           "layer-2": "--layer 2", "novelty": "--method novelty"}
 PAIRS = [("sus", "grpo"), ("sus", "grpo-kl-0.1"), ("sus", "grpo-no-kl"), ("sus", "perplexity"), ("ss", "sus"), ("surprise", "sus"),
          ("grpo", "sus"), ("oracle", "grpo"), ("oracle", "sus")]
-PARTS = {"main": MAIN, "bases": BASES, "sweep": SWEEP, "tune": TUNE, "others": OTHERS}
+PARTS = {"main": MAIN, "sweep": SWEEP, "tune": TUNE, "others": OTHERS}
 FIRST = 10                              # seeds below it are for choosing settings
 
 
 @dataclass(frozen=True)
 class Config:
     part: str = knob("main", "which table", choices=tuple(PARTS), group="What to run")
-    quick: bool = knob(False, "SuS, GRPO and GRPO without KL alone, with three seeds and 160 steps unless --steps says otherwise")
-    seeds: int = knob(5, "how many seeds; the parts that are not main or bases take at most 3", low=1)
+    quick: bool = knob(False, "SuS, GRPO and GRPO without KL alone, with three seeds, one base model and 160 steps unless told otherwise")
+    seeds: int = knob(5, "how many seeds; the parts that are not main take at most 3", low=1)
+    bases: int = knob(5, "how many tiny base models the seeds take in turn; each is built in minutes, and much hangs on it", low=1)
     steps: int = knob(400, "policy updates a run", low=1)
     folder: str = knob("runs/reproduce", "where the runs, tables and figures go", group="Where and how")
     cache: str = knob("cache", "folder of the tiny base model")
@@ -87,6 +86,7 @@ class Job:
         wanted, saved = asdict(parse(knobs.Config, "", self.flags)[0]), read_json(self.folder / "config.json")
         odd = [name for name in sorted(wanted.keys() - checkpoint.CHANGEABLE | {"steps"})
                if saved.get(name) != (list(wanted[name]) if isinstance(wanted[name], tuple) else wanted[name])]
+        odd += ["cache"] * (Path(saved["cache"]).name != Path(wanted["cache"]).name)        # another base model
         if odd:
             raise ValueError(f"{self.folder} was made with other settings ({', '.join(odd)}): remove it, or choose another "
                              "--folder")
@@ -103,8 +103,8 @@ def place(config: Config) -> Path:
 
 
 def base_of(config: Config, seed: int) -> tuple[Path, int]:
-    """Cache folder and seed of the base model: the same for all runs, but in the part `bases` another for every seed."""
-    number = seed - FIRST if config.part == "bases" else 0
+    """Cache folder and seed of the base model that this seed trains."""
+    number = seed % FIRST % config.bases
     return Path(f"{config.cache}-{number}" if number else config.cache), number
 
 
@@ -113,7 +113,7 @@ def plan(config: Config) -> list[Job]:
     if config.quick and config.part != "main":
         raise ValueError(f"--quick is a form of the main part: leave it out, or leave out --part {config.part}")
     choosing, settings = config.part in ("tune", "sweep"), QUICK if config.quick else PARTS[config.part]
-    count = config.seeds if config.part in ("main", "bases") and not config.quick else min(3, config.seeds)
+    count = config.seeds if config.part == "main" and not config.quick else min(3, config.seeds)
     seeds = range(count) if choosing else range(FIRST, FIRST + count)
     shared = ["--steps", str(config.steps), "--eval-every", str(max(1, config.steps // 4)),
               "--eval-split", "validation" if choosing else "test"]
@@ -198,7 +198,7 @@ def write_up(config: Config, jobs: list[Job], runs: list[plot.Run]) -> str:
     names, seeds = list(dict.fromkeys(job.name for job in jobs)), sorted({job.seed for job in jobs})
     text = [f"{jobs[0].steps} steps, seeds {', '.join(map(str, seeds))}: mean ± half of the 95 % interval over seeds", "",
             *results_table(runs, names)]
-    if config.part in ("main", "bases"):
+    if config.part == "main":
         text += ["", "Relative to the second (95 % interval of the paired difference):", "",
                  *difference_table(runs, [pair for pair in PAIRS if set(pair) <= set(names)])]
     return "\n".join(text) + "\n"
@@ -206,8 +206,8 @@ def write_up(config: Config, jobs: list[Job], runs: list[plot.Run]) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     config, given = parse(Config, __doc__, argv)
-    if config.quick and "steps" not in given:
-        config = replace(config, steps=QUICK_STEPS)
+    if config.quick:
+        config = replace(config, **{name: value for name, value in QUICK_FORM.items() if name not in given})
     signal.signal(signal.SIGTERM, signal.default_int_handler)          # as Ctrl-C: the runs are stopped and saved too
     workers = config.workers or (1 if torch.cuda.is_available() else os.cpu_count())
     folder = place(config)

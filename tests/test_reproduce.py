@@ -43,6 +43,9 @@ def test_a_finished_run_of_other_settings_is_refused(tmp_path):
     job.flags += ["--steps", "3", "--alpha", "99"]
     with pytest.raises(ValueError, match="other settings .alpha."):
         job.finished()
+    job.flags[-1:] = [str(knobs.Config().alpha), "--cache", "cache-1"]
+    with pytest.raises(ValueError, match="other settings .cache."):
+        job.finished()
 
 
 def test_the_quick_form_is_of_the_main_part(capsys):
@@ -61,10 +64,9 @@ def test_a_plan_tunes_on_other_problems_and_seeds_than_it_reports():
     assert {job.seed for job in tune}.isdisjoint(job.seed for job in main)
     assert all("validation" in job.flags for job in tune) and all("test" in job.flags for job in main)
     assert len(main) == config.seeds * len(reproduce.MAIN) and len({job.folder for job in tune + main}) == len(tune + main)
-    bases = reproduce.plan(reproduce.Config(part="bases", cache="place"))
-    assert {(job.seed, job.flags[-1]) for job in bases} == {(10, "place"), *((10 + n, f"place-{n}") for n in range(1, 5))}
-    assert [reproduce.base_of(reproduce.Config(part="bases", cache="place"), seed)[1] for seed in (10, 11, 12)] == [0, 1, 2]
-    assert all(job.flags[-1] == "cache" for job in main)
+    assert {(job.seed, job.flags[-1]) for job in main} == {(10, "cache"), *((10 + n, f"cache-{n}") for n in range(1, 5))}
+    assert [reproduce.base_of(config, seed)[1] for seed in (10, 11, 12, 0, 1, 2)] == [0, 1, 2, 0, 1, 2]
+    assert all(job.flags[-1] == "cache" for job in reproduce.plan(reproduce.Config(bases=1)))
     quick = reproduce.plan(reproduce.Config(quick=True))
     assert {job.seed for job in quick} == {10, 11, 12} and {job.folder for job in quick}.isdisjoint(job.folder for job in main)
 
@@ -72,7 +74,7 @@ def test_a_plan_tunes_on_other_problems_and_seeds_than_it_reports():
 def test_a_small_reproduction_goes_on_after_a_failure(cache, tmp_path, monkeypatch, capsys):
     small = "--eval-problems 8 --eval-samples 16 --problems 4 --samples 4 --train-problems 20"
     monkeypatch.setitem(reproduce.PARTS, "main", {"grpo": f"--method grpo {small}", "sus": f"--strategy-warmup 4 --layer 99 {small}"})
-    command = ["--steps", "4", "--seeds", "2", "--folder", str(tmp_path), "--cache", str(cache)]
+    command = ["--steps", "4", "--seeds", "2", "--folder", str(tmp_path), "--cache", str(cache), "--bases", "1"]
     with pytest.raises(SystemExit) as stopped:
         reproduce.main([*command, "--workers", "1"])                       # one after the other: the first is finished, the second fails
     assert stopped.value.code == 2 and "--layer 99" in capsys.readouterr().err
