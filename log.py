@@ -4,6 +4,8 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
+import torch
+
 import evaluate
 import plot
 
@@ -14,6 +16,8 @@ class Stopwatch:
         self.seconds, self.last = {}, time.perf_counter()
 
     def __call__(self, stage: str) -> None:
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()                        # a GPU's work counts where it was asked for
         now = time.perf_counter()
         self.seconds[f"seconds_{stage}"], self.last = now - self.last, now
 
