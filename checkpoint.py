@@ -3,10 +3,11 @@
     adapter.*, optimizer.*      the policy and its AdamW state
     strategy.*                  the strategy networks, their optimizer, both memories, centres and statistics
     weights.*                   learned lambdas and a remembered gradient
-    the header                  the step, the number of processes, and plain values as JSON
+    the header                  the step, the base model's fingerprint, the number of processes, and plain values as JSON
 
 Random numbers need no place here: they are drawn from (seed, step). The last two checkpoints are kept.
 """
+import hashlib
 import json
 import os
 import sys
@@ -49,7 +50,8 @@ def resolve(config, given: set[str]):
         wrong = [f"--{name.replace('_', '-')} {getattr(config, name)} (the run has {getattr(saved, name)})"
                  for name in sorted(fixed) if getattr(config, name) != getattr(saved, name)]
         if wrong:
-            why = " (alpha or the learning rate falls over --steps, so the past depends on it)" if "steps" in fixed else ""
+            why = " (alpha or the learning rate falls over --steps, so the past depends on it)" * (
+                "steps" in fixed and config.steps != saved.steps)
             raise ValueError(f"{config.run} was started with other settings: {', '.join(wrong)}. Leave them out to resume{why}")
         now = {name: getattr(config, name) for name in given & CHANGEABLE}
         return replace(saved, **{"wandb": False, "tensorboard": False, **now})         # other logs are for who asks for them
@@ -75,7 +77,9 @@ def claim(config):
             write_json(draft, asdict(replace(config_now, rebuild=False)))
             try:
                 os.link(draft, folder / "config.json")      # fails if it is there, and is never half there
-            except PermissionError:                         # a disk without hard links
+            except FileExistsError:
+                raise
+            except OSError:                                 # a disk without hard links
                 with open(folder / "config.json", "x", encoding="utf-8") as file:
                     file.write(draft.read_text(encoding="utf-8"))
             return config_now
@@ -106,12 +110,34 @@ def lock(folder: Path):
     except BlockingIOError:
         handle.close()
         raise ValueError(f"{folder} is being written by another process: wait for it to end, or choose another --run") from None
+    except OSError:                                         # a disk without locks
+        pass
     return handle
 
 
 def find(folder: Path) -> list[Path]:
     """Oldest first."""
     return sorted((folder / "checkpoint").glob("step-*.safetensors"), key=lambda file: (len(file.name), file.name))
+
+
+def fingerprint(model) -> str:
+    """Tells base models of one shape apart: some numbers of each weight, rounded, so that fp32 and bf16 give the same."""
+    numbers = [(name, weight.detach().flatten()[:16].bfloat16().tolist()) for name, weight in sorted(model.named_parameters())
+               if "lora_" not in name]
+    return hashlib.sha256(repr(numbers).encode()).hexdigest()[:16]
+
+
+def newest(folder: Path, model) -> int:
+    """The step of the last readable checkpoint, which must have been trained on this base model."""
+    for file in reversed(find(folder)):
+        try:
+            header = read_metadata(file)
+        except ValueError:                                  # `load` will tell
+            continue
+        if header.get("base", own := fingerprint(model)) != own:
+            raise ValueError(f"{folder} was trained on a base model with other weights: name the right one (--cache for tiny)")
+        return int(header.get("step", 0))
+    return 0
 
 
 def save(run) -> None:
@@ -126,10 +152,11 @@ def save(run) -> None:
     if run.weights:
         tensors["weights.raw"] = run.weights.raw
         tensors |= {} if run.weights.pending is None else {"weights.pending": run.weights.pending}
-    lora.save(run.model, run.folder / "adapter", base=run.policy.base)      # first: it must never be older than the checkpoint
+    lora.save(run.model, run.folder / "adapter", run.policy.base)      # first: it must never be older than the checkpoint
     (run.folder / "adapter" / "README.md").unlink(missing_ok=True)         # the card of an adapter that is no more
     write_tensors(run.folder / "checkpoint" / f"step-{run.step:06d}.safetensors", tensors,
-                  {"step": str(run.step), "values": json.dumps(values), "processes": str(parallel.world())})
+                  {"step": str(run.step), "base": fingerprint(run.model), "values": json.dumps(values),
+                   "processes": str(parallel.world())})
     for old in find(run.folder)[:-2]:
         old.unlink()
 
@@ -137,6 +164,7 @@ def save(run) -> None:
 def load(run) -> None:
     """Go back to the last good checkpoint, if there is one, and forget what came later: it will come again."""
     files, damaged = find(run.folder), []
+    newest(run.folder, run.model)                           # refuses another base model
     for file in reversed(files):
         try:
             header = read_metadata(file)
@@ -155,13 +183,14 @@ def load(run) -> None:
     else:
         if files:
             raise ValueError(f"no checkpoint of {run.folder} can be used: remove its checkpoint folder and metrics.jsonl to start over")
-        if (lines := read_lines(run.folder / "metrics.jsonl")) and lines[-1]["step"] > run.config.checkpoint_every:
+        usual = read_json(run.folder / "config.json")["checkpoint_every"]
+        if (lines := read_lines(run.folder / "metrics.jsonl")) and lines[-1]["step"] > usual:
             raise ValueError(f"{run.folder} has taken {lines[-1]['step']} steps and has no checkpoint to go on from: choose another "
                              "--run, or remove its metrics.jsonl to start over in it")
     if parallel.rank():
         return
     if run.step:
-        lora.save(run.model, run.folder / "adapter", base=run.policy.base)             # whatever became of it
+        lora.save(run.model, run.folder / "adapter", run.policy.base)             # whatever became of it
     for leftover in (*run.folder.rglob("*.tmp"), *damaged):
         leftover.unlink()
     for name in ("metrics.jsonl", "evaluations.jsonl"):

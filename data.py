@@ -199,8 +199,8 @@ def hub_questions(split: str) -> list[Question]:
     """GSM8K (Cobbe et al. 2021) through `datasets`."""
     if split == "validation":
         raise ValueError("gsm8k has no validation split: use test, or a folder with files of your own")
-    import datasets                                         # slow to import, and needed for the hub only
     try:
+        import datasets                                     # slow to import, and needed for the hub only
         rows = datasets.load_dataset("openai/gsm8k", "main", split=split)
     except Exception as error:                              # the hub's client raises dozens of types
         raise ValueError(f"gsm8k cannot be had from the hub or its cache ({type(error).__name__}): check the connection, "

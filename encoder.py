@@ -111,12 +111,13 @@ class SentenceEncoder:
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
             self.model = AutoModel.from_pretrained(name, trust_remote_code=False, use_safetensors=True)     # never a pickle
+            self.model.train(False).requires_grad_(False).to(device)
+            self.device, self.batch = device, batch
+            self.limit = min(self.tokenizer.model_max_length, getattr(self.model.config, "max_position_embeddings", 512))
+            self.mean(["one", "one text and another"])      # does it pad?
         except Exception as error:                          # transformers raises whatever its readers raise
-            raise ValueError(f"--encoder {name} cannot be read ({type(error).__name__}): expected a folder or hub id "
+            raise ValueError(f"--encoder {name} cannot be used ({type(error).__name__}): expected a folder or hub id "
                              "of a sentence encoder") from None
-        self.model.train(False).requires_grad_(False).to(device)
-        self.device, self.batch = device, batch
-        self.limit = min(self.tokenizer.model_max_length, getattr(self.model.config, "max_position_embeddings", 512))
 
     @torch.no_grad()
     def states(self, texts: list[str]) -> tuple[Tensor, Tensor, Tensor]:

@@ -21,6 +21,7 @@ from transformers import AutoTokenizer
 
 import budget
 import card
+import checkpoint
 import data
 import encoder
 import knobs
@@ -29,7 +30,7 @@ import parallel
 import sample
 import strategy
 import tiny
-from files import find_model_folder, read_json, read_lines, write_json
+from files import find_model_folder, read_json, write_json
 from flags import fail, from_saved, knob, parse
 from model import Transformer
 from ruler import Ruler
@@ -116,6 +117,8 @@ class Policy:
 def open_policy(name: str, task: str, cache: str, device: str, dtype: str, prompt: Prompt = Prompt(),
                 rebuild: bool = False) -> Policy:
     """`tiny` is built when it is not in the cache; anything else is a Hugging Face folder or a hub id."""
+    if not name:
+        raise ValueError("an empty --model: expected tiny, a Hugging Face folder or a hub id")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     if device != "cpu" and not getattr(torch, device).is_available():
@@ -297,8 +300,8 @@ def table(columns: dict[str, dict]) -> str:
     return "\n".join(lines)
 
 
-def measure_path(config: Config, given: set[str]) -> Measured:
-    """Evaluate what the command line names: a run with the settings in its folder, unless flags say otherwise."""
+def evaluate_path(config: Config, given: set[str]) -> None:
+    """Evaluate what the command line names and report: a run with the settings in its folder, unless flags say otherwise."""
     path, model, base_task, ruler = Path(config.path), config.path, config.data, None
     is_run = (path / "config.json").is_file() and "method" in read_json(path / "config.json")
     if config.export and not is_run:
@@ -315,14 +318,19 @@ def measure_path(config: Config, given: set[str]) -> Measured:
     if is_run and not (path / "adapter" / "adapter_config.json").exists():
         raise ValueError(f"{path} has no adapter yet: it stopped before its first checkpoint, resume it")
     if is_run:
+        step = checkpoint.newest(path, policy.model)
         lora.load(policy.model, path / "adapter")
         ruler = Ruler.load(path / "ruler.safetensors", policy.model) if (path / "ruler.safetensors").exists() else None
-    measured = evaluate(policy, problems, config.samples, config.temperature, config.max_new_tokens, config.seed, True, ruler)
+    result = evaluate(policy, problems, config.samples, config.temperature, config.max_new_tokens, config.seed, True, ruler).metrics
+    if is_run and ruler is None:                            # without the base model's ruler there is nothing to compare with
+        result["cluster_entropy"] = None
+    print(table({path.name: result}))
+    if config.output:
+        write_json(Path(config.output), result)
+        print(f"written to {config.output}")
     if config.export:
-        lines = read_lines(path / "metrics.jsonl")
-        export(policy, Path(config.export), asdict(saved), lines[-1]["step"] if lines else 0, measured.metrics,
-               f"{config.split} problems of {config.data}")
-    return measured
+        export(policy, Path(config.export), asdict(saved), step, result, f"{config.split} problems of {config.data}")
+        print(f"written to {config.export}")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -336,12 +344,9 @@ def main(argv: list[str] | None = None) -> None:
         target = Path(config.export)
         if config.export and target.exists() and (not target.is_dir() or any(target.iterdir())):
             raise ValueError(f"--export {config.export} exists and is not an empty folder: choose another")
-        result = measure_path(config, given).metrics
-        print(table({Path(config.path).name: result}))
-        if config.output:
-            write_json(Path(config.output), result)
-        for written in filter(None, (config.output, config.export)):
-            print(f"written to {written}")
+        if config.export:
+            target.mkdir(parents=True, exist_ok=True)       # a bad place should fail now, not after the evaluation
+        evaluate_path(config, given)
     except (ValueError, OSError, FloatingPointError) as error:
         fail(error)
     except (RuntimeError, MemoryError) as error:

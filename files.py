@@ -88,7 +88,7 @@ def unpack_optimizer(prefix: str, parameters: dict[str, Tensor], optimizer, tens
     for name, parameter in parameters.items():
         state = {key: tensors[f"{prefix}.{key}.{name}"] for key in ("step", "exp_avg", "exp_avg_sq")
                  if f"{prefix}.{key}.{name}" in tensors}
-        if any(key != "step" and value.shape != parameter.shape for key, value in state.items()):
+        if len(state) not in (0, 3) or any(value.shape != (() if key == "step" else parameter.shape) for key, value in state.items()):
             raise ValueError(f"the optimizer's moments of {name} have another shape")
         # AdamW keeps its step count on the CPU, unless it is fused.
         optimizer.state[parameter] = {key: value.to(parameter.device) if key != "step" or optimizer.defaults["fused"] else value

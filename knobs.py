@@ -67,7 +67,7 @@ class Config:
                           choices=("group", "batch"))
     contrast_temperature: float = knob(0.5, "of InfoNCE", above=0)
     momentum: float = knob(0.99, "of the momentum head", low=0, high=1)
-    strategy_rate: float = knob(3e-3, "learning rate of these networks", above=0)
+    strategy_rate: float = knob(3e-3, "learning rate of these networks", above=0, high=1)
     strategy_updates: int = knob(4, "minibatches a step", low=0)
     strategy_batch: int = knob(32, "groups in a minibatch", low=1)
     strategy_warmup: int = knob(400, "minibatches before the first step, on the base policy's responses", low=0)

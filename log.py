@@ -49,14 +49,14 @@ def open_all(config) -> list:
 def summary(folder: Path, before: dict | None, after: dict) -> None:
     """The table before and after, what was lost on the way, and where everything is."""
     print(evaluate.table({**({"before": before} if before else {}), f"after {after['step']} steps": after}))
-    if before and (gone := evaluate.lost(before, after)):
-        print(f"lost strategies: {'  '.join(gone)}")
     try:
+        if before and (gone := evaluate.lost(before, after)):
+            print(f"lost strategies: {'  '.join(gone)}")
         runs = plot.find_runs([str(folder)])
         if skipped := sum(line.get("skipped", 0) for run in runs if run.folder == folder for line in run.metrics):
             print(f"{skipped} of {after['step']} steps were skipped, since the loss or its gradient was not finite: see --learning-rate")
         for file in plot.draw(runs, folder, (plot.training,)):
             print(f"curves: {file}")
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, TypeError, AttributeError) as error:
         print(f"no curves: {error}, then python plot.py {shlex.quote(str(folder))}")
     print(f"config.json, metrics.jsonl, evaluation.json, samples.md, adapter/ and checkpoint/ are in {folder}")

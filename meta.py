@@ -8,7 +8,7 @@ of the policy loss with advantages from reward part i alone, the extrinsic loss 
 so a part whose gradient agrees with what the task wants next gains weight, and one that works against it loses
 weight (LIRPG, Zheng et al. 2018, for one step). The paper does not say how it meta-learns; this is the shortest honest
 way. The inner product is taken as a cosine, which frees the step size from the scale of the gradients, and the weights
-are softplus(raw), hence positive. It costs three extra backward passes every `every` steps.
+are softplus(raw), hence positive. It costs three extra backward passes every --lambda-every steps.
 """
 from dataclasses import replace
 

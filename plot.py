@@ -22,6 +22,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+import checkpoint
 from files import read_json, read_lines
 from flags import Parser, fail
 
@@ -58,15 +59,19 @@ def find_runs(paths: list[str]) -> list[Run]:
             folder, config = file.parent, read_json(file) if (file.parent / "evaluations.jsonl").exists() else {}
             if "method" not in config or not (evaluations := read_lines(folder / "evaluations.jsonl")):
                 continue
-            name = re.sub(r"-\d+$", "", folder.name)
-            if name == f"{config['method']}-{Path(str(config.get('data'))).stem}":      # train.py's own choice of a name
-                name = config["method"]
+            own = f"{config['method']}-{Path(str(config.get('data'))).stem}"          # train.py's choice of a name
+            name = config["method"] if re.fullmatch(rf"{re.escape(own)}(-\d+)+", folder.name) else re.sub(r"-\d+$", "", folder.name)
             metrics = read_lines(folder / "metrics.jsonl")
             runs[folder.resolve()] = Run(name, config.get("seed", 0), config, metrics, evaluations, folder)
     if not runs:
         raise ValueError(f"no run in {', '.join(paths)}: expected folders with config.json and evaluations.jsonl")
     if len({run.config.get("eval_split") for run in runs.values()}) > 1:
         raise ValueError(f"{', '.join(paths)}: runs on test and on validation problems do not belong into one figure")
+    for group in grouped(runs.values()).values():           # one name, other settings: they become part of the name
+        odd = [key for key in sorted(group[0].config.keys() - checkpoint.CHANGEABLE - {"seed"} | {"steps"})
+               if len({str(run.config.get(key)) for run in group}) > 1]
+        for run in group:
+            run.name = " ".join([run.name, *(f"{key}={run.config.get(key)}" for key in odd)])
     return list(runs.values())
 
 
@@ -89,8 +94,8 @@ def grouped(runs: list[Run]) -> dict[str, list[Run]]:
 def colour(name: str, names: list[str]) -> str:
     if name in COLOURS:
         return COLOURS[name]
-    known = name.split("-")[0]
-    taken = sum(other.split("-")[0] == known for other in names)
+    known = re.split("[ -]", name)[0]
+    taken = sum(re.split("[ -]", other)[0] == known for other in names)
     if known in COLOURS and taken == 1:
         return COLOURS[known]
     free = [shade for shade in PALETTE if shade not in {COLOURS.get(other) for other in names}] or PALETTE

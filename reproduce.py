@@ -6,7 +6,7 @@
     python reproduce.py --part tune     as many settings of plain GRPO, on the same problems and seeds: the best baseline
     python reproduce.py --part others   literal Algorithm 1, the other reading, gates, learned lambdas: what else was tried
 
-Each run is one process of train.py with one thread, as many side by side as there are cores. Whatever is finished is
+Each run is one process of train.py, as many side by side as there are cores, with one thread each. Whatever is finished is
 kept: after Ctrl-C or a crash the same command goes on. Tables are printed and written to tables.md in the part's folder,
 figures beside them. Intervals are 95 % (Student's t over seeds; all use the same test problems); differences are paired
 by seed, which fixes the training problems, the first adapter and the sampling.
@@ -27,14 +27,14 @@ import checkpoint
 import knobs
 import plot
 import tiny
-from files import read_json, write_text
+from files import read_json, read_lines, write_text
 from flags import fail, knob, parse
 
 IDLE = "--strategy-updates 0 --strategy-warmup 0"           # these rewards do not ask the strategy networks
 MAIN = {"sus": "", "grpo": "--method grpo", "grpo-kl-0.1": "--method grpo --kl 0.1", "grpo-no-kl": "--method grpo --kl 0",
         "ss": "--method ss", "surprise": "--method surprise", "perplexity": f"--method perplexity {IDLE}",
         "oracle": f"--method oracle --alpha 4 {IDLE}"}
-QUICK, QUICK_FORM = {name: MAIN[name] for name in ("sus", "grpo", "grpo-no-kl")}, {"steps": 160, "bases": 1}
+QUICK, QUICK_FORM = {name: MAIN[name] for name in ("sus", "grpo", "grpo-no-kl")}, {"steps": 160, "seeds": 3, "bases": 1}
 # Both methods may choose among as many settings on validation problems.
 SWEEP = {"sus": "", "alpha=4": "--alpha 4", "alpha=16": "--alpha 16", "lambda_ss=0.5": "--lambda-ss 0.5",
          "lambda_ss=2": "--lambda-ss 2", "lambda_sus=0": "--lambda-sus 0", "lambda_sus=1": "--lambda-sus 1",
@@ -86,12 +86,12 @@ class Job:
         wanted, saved = asdict(parse(knobs.Config, "", self.flags)[0]), read_json(self.folder / "config.json")
         odd = [name for name in sorted(wanted.keys() - checkpoint.CHANGEABLE | {"steps"})
                if saved.get(name) != (list(wanted[name]) if isinstance(wanted[name], tuple) else wanted[name])]
-        odd += ["cache"] * (Path(saved["cache"]).name != Path(wanted["cache"]).name)        # another base model
+        odd += ["cache"] * (Path(str(saved.get("cache"))).name != Path(wanted["cache"]).name)        # another base model
         if odd:
             raise ValueError(f"{self.folder} was made with other settings ({', '.join(odd)}): remove it, or choose another "
                              "--folder")
-        file = self.folder / "evaluation.json"
-        return file.exists() and read_json(file).get("step") == self.steps
+        evaluations = read_lines(self.folder / "evaluations.jsonl")
+        return bool(evaluations) and evaluations[-1]["step"] == self.steps
 
     def command(self) -> list[str]:
         resume = ["--resume"] if (self.folder / "config.json").exists() else []
@@ -113,7 +113,7 @@ def plan(config: Config) -> list[Job]:
     if config.quick and config.part != "main":
         raise ValueError(f"--quick is a form of the main part: leave it out, or leave out --part {config.part}")
     choosing, settings = config.part in ("tune", "sweep"), QUICK if config.quick else PARTS[config.part]
-    count = config.seeds if config.part == "main" and not config.quick else min(3, config.seeds)
+    count = config.seeds if config.part == "main" else min(3, config.seeds)
     seeds = range(count) if choosing else range(FIRST, FIRST + count)
     shared = ["--steps", str(config.steps), "--eval-every", str(max(1, config.steps // 4)),
               "--eval-split", "validation" if choosing else "test"]
@@ -139,8 +139,9 @@ def run_all(jobs: list[Job], workers: int) -> None:
             for process in [process for process in running if process.poll() is not None]:
                 job = running.pop(process)
                 if process.returncode:
-                    last = Path(f"{job.folder}.log").read_text().strip().splitlines()[-1:]
-                    raise ValueError(f"{job.folder} failed: {' '.join(last)} (the whole story is in {job.folder}.log)")
+                    lines = Path(f"{job.folder}.log").read_text().strip().splitlines()
+                    why = [line for line in lines if line.startswith("error:")] or lines
+                    raise ValueError(f"{job.folder} failed: {' '.join(why[-1:])} (the whole story is in {job.folder}.log)")
                 Path(f"{job.folder}.log").unlink()
             bar.n = sum(job.steps_done() for job in jobs)
             bar.set_postfix_str(", ".join(f"{job.name} {job.seed}" for job in running.values())), time.sleep(0.5)
@@ -208,7 +209,9 @@ def main(argv: list[str] | None = None) -> None:
     config, given = parse(Config, __doc__, argv)
     if config.quick:
         config = replace(config, **{name: value for name, value in QUICK_FORM.items() if name not in given})
-    signal.signal(signal.SIGTERM, signal.default_int_handler)          # as Ctrl-C: the runs are stopped and saved too
+    for name in ("SIGTERM", "SIGHUP"):                      # as Ctrl-C: the runs are stopped and saved too
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.default_int_handler)
     workers = config.workers or (1 if torch.cuda.is_available() else os.cpu_count())
     folder = place(config)
     try:
@@ -224,6 +227,8 @@ def main(argv: list[str] | None = None) -> None:
             print(file)
     except (ValueError, OSError) as error:
         fail(error)
+    except (KeyError, TypeError) as error:
+        fail(f"an evaluation in {folder} is damaged ({error}): remove that run to make it again")
     except KeyboardInterrupt:
         sys.exit(f"\nstopped: the same command goes on where {folder} ends")
 

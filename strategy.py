@@ -310,12 +310,12 @@ class Strategist:
             outcomes = self.outcomes.sample(batch.response[:, :, 0].numel(), generator)
             total, metrics = loss(self.networks, batch, outcomes["query"], outcomes["correct"], settings.contrast_temperature,
                                   settings.negatives, together=settings.reading == "equations")
-            if not total.isfinite():
-                continue
             total.backward()
-            self.optimizer.step()
+            norm = torch.nn.utils.get_total_norm([weight.grad for weight in self.learning.values() if weight.grad is not None])
+            if total.isfinite() and norm.isfinite():
+                self.optimizer.step()
+                self.networks.follow(settings.momentum)
             self.optimizer.zero_grad()                      # gradients that lie about would add to the policy's peak
-            self.networks.follow(settings.momentum)
         return metrics
 
     def state(self) -> tuple[dict[str, Tensor], dict]:

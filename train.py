@@ -3,7 +3,7 @@
     python train.py                         the tiny built-in model on Countdown, a few minutes on a CPU
     python train.py --method grpo           the same without an intrinsic reward
     python train.py --run runs/mine --steps 400 --kl 0.05
-    python train.py --run runs/mine --resume        continue after Ctrl-C, a crash or a finished run
+    python train.py --run runs/mine --resume        continue after Ctrl-C or a crash
 
 A step: sample responses, score them, add the intrinsic reward, turn rewards into advantages inside each group,
 update the adapters and then the strategy networks.

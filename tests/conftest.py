@@ -63,13 +63,13 @@ def policy(cache) -> evaluate.Policy:
     return evaluate.open_policy("tiny", "countdown", str(cache), "cpu", "float32")
 
 
-def make_sentence_encoder(folder):
+def make_sentence_encoder(folder, pad="[PAD]"):
     """A random BERT with a tokenizer of its own: what a sentence encoder's folder looks like."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     words = ["[PAD]", "[UNK]", *"0123456789+-*=;,:abc", "use", "to", "make"]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Punctuation(), pre_tokenizers.Whitespace()])
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]").save_pretrained(folder)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=pad, unk_token="[UNK]").save_pretrained(folder)
     torch.manual_seed(0)
     transformers.BertModel(transformers.BertConfig(vocab_size=len(words), hidden_size=20, num_hidden_layers=2, num_attention_heads=2,
                                                    intermediate_size=30, max_position_embeddings=40)).save_pretrained(folder)

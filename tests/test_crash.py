@@ -1,13 +1,18 @@
 """Nothing is lost: killed at awkward moments, a full disk, two processes on one folder, numbers that are not numbers."""
+import errno
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import adapted, small_model
+from safetensors.torch import load_file, save_file
 from test_train import QUICK, adapter, metrics, run, same
 
 import checkpoint
+import evaluate
 import grpo
 import sample
 import train
@@ -36,6 +41,33 @@ def test_a_full_disk_is_one_clear_error_and_costs_nothing(cache, tmp_path):
     assert [file.name for file in checkpoint.find(tmp_path / "run")] == ["step-000002.safetensors"]
     train.main(["--run", str(tmp_path / "run"), "--resume"])
     assert same(adapter(whole), adapter(tmp_path / "run")) and metrics(whole) == metrics(tmp_path / "run")
+
+
+def test_a_run_does_not_go_on_with_another_base_model(cache, tmp_path, capsys):
+    """One of the same shape, as after a rebuild or on another machine; nothing is touched."""
+    folder, other = run(tmp_path / "run", cache, "--steps", "2"), shutil.copytree(cache, tmp_path / "other")
+    weights = load_file(other / "tiny-countdown" / "model.safetensors")
+    save_file({name: tensor + 0.02 for name, tensor in weights.items()}, other / "tiny-countdown" / "model.safetensors", {"format": "pt"})
+    before = {file: file.read_bytes() for file in folder.rglob("*.*")}
+    for main, flags in ((train.main, ["--run", str(folder), "--resume", "--steps", "3"]), (evaluate.main, [str(folder)])):
+        with pytest.raises(SystemExit) as caught:
+            main([*flags, "--cache", str(other)])
+        assert caught.value.code == 2 and "other weights" in capsys.readouterr().err
+    assert before == {file: file.read_bytes() for file in folder.rglob("*.*")}
+
+
+def test_a_fingerprint_is_the_base_models():
+    own = checkpoint.fingerprint(small_model())
+    assert own == checkpoint.fingerprint(adapted()) == checkpoint.fingerprint(small_model().bfloat16())
+    assert own != checkpoint.fingerprint(small_model(seed=1))
+
+
+def test_a_disk_without_links_and_locks_will_do(cache, tmp_path, monkeypatch):
+    def unsupported(*_):
+        raise OSError(errno.EOPNOTSUPP, "not supported")
+    monkeypatch.setattr(checkpoint.os, "link", unsupported)
+    monkeypatch.setattr(checkpoint.fcntl, "flock", unsupported)
+    assert len(metrics(run(tmp_path / "run", cache, "--steps", "1"))) == 1
 
 
 def test_a_second_process_is_refused(cache, tmp_path, capsys):

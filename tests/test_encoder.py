@@ -118,5 +118,8 @@ def test_any_sentence_encoder_by_folder(tmp_path):
     found = sentences.features(texts[:2], ["1 + 2", "2", "b", "a"], seeded())
     assert found.query.shape == (2, 20) and found.views.shape == (2, 2, 2, 20)
     torch.testing.assert_close(found.both[1, 0], sentences.mean(["1 + 2 b"])[0], atol=1e-5, rtol=1e-5)
+    make_sentence_encoder(tmp_path / "other", pad=None)
+    with pytest.raises(ValueError, match="other cannot be used"):          # it cannot pad: said before anything is sampled
+        encoder.SentenceEncoder(str(tmp_path / "other"), torch.device("cpu"))
     with pytest.raises(ValueError, match="--encoder nowhere"):
         encoder.SentenceEncoder("nowhere", torch.device("cpu"))

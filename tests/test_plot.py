@@ -45,6 +45,14 @@ def test_bands_by_hand():
     assert plot.mean_and_half([5.0])[0] == 5.0 and math.isnan(plot.mean_and_half([5.0])[1])
 
 
+def test_other_settings_are_no_seeds(tmp_path):
+    for folder, seed, kl in (("sus-countdown-1", 1, 0.0), ("sus-countdown-2", 2, 0.0), ("sus-countdown-2-2", 2, 5.0)):
+        make_run(tmp_path / folder, "sus", seed, kl=kl)
+    runs = plot.find_runs([str(tmp_path)])
+    assert {name: [run.seed for run in group] for name, group in plot.grouped(runs).items()} == {"sus kl=0.0": [1, 2], "sus kl=5.0": [2]}
+    assert len({plot.colour(name, list(plot.grouped(runs))) for name in plot.grouped(runs)}) == 2
+
+
 def test_no_runs_no_figures(tmp_path, capsys):
     for path in (tmp_path, tmp_path / "missing"):
         with pytest.raises(SystemExit) as stopped:

@@ -35,7 +35,9 @@ def test_a_finished_run_of_other_settings_is_refused(tmp_path):
     assert not job.finished()
     job.folder.mkdir(parents=True)
     (job.folder / "config.json").write_text(json.dumps(asdict(reproduce.knobs.Config(seed=10, steps=3))))
-    (job.folder / "evaluation.json").write_text('{"step": 3}')
+    (job.folder / "evaluations.jsonl").write_text('{"step": 2}\n')
+    assert not job.finished()                                              # the last evaluation got lost: it will be taken again
+    (job.folder / "evaluations.jsonl").write_text('{"step": 2}\n{"step": 3}\n')
     assert job.finished()
     job.flags += ["--steps", "5"]
     with pytest.raises(ValueError, match="other settings .steps."):
@@ -67,7 +69,7 @@ def test_a_plan_tunes_on_other_problems_and_seeds_than_it_reports():
     assert {(job.seed, job.flags[-1]) for job in main} == {(10, "cache"), *((10 + n, f"cache-{n}") for n in range(1, 5))}
     assert [reproduce.base_of(config, seed)[1] for seed in (10, 11, 12, 0, 1, 2)] == [0, 1, 2, 0, 1, 2]
     assert all(job.flags[-1] == "cache" for job in reproduce.plan(reproduce.Config(bases=1)))
-    quick = reproduce.plan(reproduce.Config(quick=True))
+    quick = reproduce.plan(reproduce.Config(quick=True, **reproduce.QUICK_FORM))
     assert {job.seed for job in quick} == {10, 11, 12} and {job.folder for job in quick}.isdisjoint(job.folder for job in main)
 
 

@@ -204,7 +204,7 @@ BAD = [
     (["--problems", "0"], "--problems"), (["--train-problems", "0"], "--train-problems"), (["--rank", "0"], "--rank"),
     (["--nonsense"], "--nonsense"), (["--step", "5"], "--step"), (["--data", "chess"], "chess"), (["--method", "magic"], "magic"),
     (["--normalise", "max"], "max"), (["--targets", "q_proj,lm_head"], "lm_head"), (["--targets", ","], "targets"),
-    (["--model", "./nowhere"], "./nowhere"), (["--model", "no/such-model"], "no/such-model"), (["--device", "tpu"], "tpu"),
+    (["--model", "./nowhere"], "./nowhere"), (["--model", "no/such-model"], "no/such-model"), (["--model", ""], "--model"), (["--device", "tpu"], "tpu"),
     (["--max-new-tokens", "120"], "context of 128"), (["--resume"], "holds no run"), (["--seed", "-1"], "--seed"),
     (["--dtype", "int8"], "int8"), (["--alpha", "-1"], "--alpha"), (["--gate", "open"], "open"), (["--layer", "9"], "--layer 9"),
     (["--encoder", "./nowhere"], "./nowhere"), (["--momentum", "2"], "--momentum"), (["--alpha-decay", "1.5"], "--alpha-decay"), (["--learn-lambdas", "--method", "grpo"], "--learn-lambdas")]
@@ -417,6 +417,7 @@ def test_export_is_a_folder_that_transformers_continues_alike(whole, cache, tmp_
     for folder, library in ((tmp_path / "merged", "transformers"), (whole / "adapter", "peft")):
         card = (folder / "README.md").read_text()
         assert card.startswith("---\nlicense: other\n") and f"library_name: {library}" in card and "| pass@1 |" in card
+        assert f"{len(metrics(whole))} steps" in card
     with pytest.raises(SystemExit):
         evaluate.main([str(whole), "--export", str(tmp_path / "merged"), "--cache", str(cache)])
     with pytest.raises(SystemExit):
