@@ -31,7 +31,8 @@ from files import read_json, read_lines, write_text
 from flags import fail, knob, parse
 
 IDLE = "--strategy-updates 0 --strategy-warmup 0"           # these rewards do not ask the strategy networks
-MAIN = {"sus": "", "grpo": "--method grpo", "grpo-kl-0.1": "--method grpo --kl 0.1", "grpo-no-kl": "--method grpo --kl 0",
+MAIN = {"sus": "", "grpo": "--method grpo", "grpo-kl-0.1": "--method grpo --kl 0.1",
+        "grpo-kl-0.1-rate-0.004": "--method grpo --kl 0.1 --learning-rate 0.004", "grpo-no-kl": "--method grpo --kl 0",
         "ss": "--method ss", "surprise": "--method surprise", "perplexity": f"--method perplexity {IDLE}",
         "oracle": f"--method oracle --alpha 4 {IDLE}"}
 QUICK, QUICK_FORM = {name: MAIN[name] for name in ("sus", "grpo", "grpo-no-kl")}, {"steps": 160, "seeds": 3, "bases": 1}
@@ -49,8 +50,8 @@ OTHERS = {"literal": "--alpha 0.3 --sus-baseline none --gate correct --normalise
           "equations": "--reading equations --gate none", "gate-correct": "--gate correct", "gate-none": "--gate none",
           "no-warm-up": "--strategy-warmup 0", "batch-negatives": "--negatives batch", "learned-lambdas": "--learn-lambdas",
           "layer-2": "--layer 2", "novelty": "--method novelty"}
-PAIRS = [("sus", "grpo"), ("sus", "grpo-kl-0.1"), ("sus", "grpo-no-kl"), ("sus", "perplexity"), ("ss", "sus"), ("surprise", "sus"),
-         ("grpo", "sus"), ("oracle", "grpo"), ("oracle", "sus")]
+PAIRS = [("sus", "grpo"), ("sus", "grpo-kl-0.1"), ("sus", "grpo-kl-0.1-rate-0.004"), ("sus", "grpo-no-kl"), ("sus", "perplexity"),
+         ("ss", "sus"), ("surprise", "sus"), ("grpo", "sus"), ("oracle", "grpo"), ("oracle", "grpo-kl-0.1-rate-0.004"), ("oracle", "sus")]
 PARTS = {"main": MAIN, "sweep": SWEEP, "tune": TUNE, "others": OTHERS}
 FIRST = 10                              # seeds below it are for choosing settings
 
