@@ -31,7 +31,8 @@ COLOURS = {"sus": "#0072B2", "grpo": "#D55E00", "oracle": "#000000", "ss": "#009
            "perplexity": "#F0E442", "grpo-kl-0.1": "#CC79A7", "grpo-no-kl": "#56B4E9", "base": "#999999"}
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442", "#000000", "#999999")
 NAMES = {"sus": "SuS", "grpo": "GRPO", "oracle": "oracle", "ss": "SS only", "surprise": "surprise only", "perplexity": "perplexity",
-         "grpo-kl-0.1": "GRPO, KL 0.1", "grpo-no-kl": "GRPO without KL", "base": "base model"}
+         "grpo-kl-0.1": "GRPO, KL 0.1", "grpo-kl-0.1-rate-0.004": "GRPO, KL 0.1, rate 0.004", "grpo-no-kl": "GRPO without KL",
+         "base": "base model"}
 # Student's t, 97.5 %, by degrees of freedom; beyond them 1.96 + 2.5 / degrees is close.
 STUDENT = (math.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
@@ -164,7 +165,7 @@ def story(runs: list[Run]):
 
 
 def diversity(runs: list[Run]):
-    return line_figure(runs, "Diversity over training", [
+    return line_figure(only(runs, *COLOURS.keys() - {"ss", "surprise"}), "Diversity over training", [
         ("strategy_entropy", "entropy of true strategies (nats)", 1),
         ("cluster_entropy", "entropy of embedding clusters (nats)", 1)])
 
@@ -191,7 +192,7 @@ def training(runs: list[Run]):
 
 
 def passes(runs: list[Run]):
-    shown = [run for run in only(runs, *NAMES.keys() - {"ss", "surprise"}) if run.evaluations[-1].get("pass_curve")]
+    shown = [run for run in only(runs, *COLOURS.keys() - {"ss", "surprise"}) if run.evaluations[-1].get("pass_curve")]
     if not (shown := grouped(shown)):
         return None
     figure, (axis,) = panels(1, 5.5, 4)
