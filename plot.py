@@ -203,7 +203,7 @@ def passes(runs: list[Run]):
         band(axis, range(1, len(columns) + 1), columns, colour(name, list(lines)), label=NAMES.get(name, name),
              linestyle="--" if name in ("oracle", "base") else "-")
     axis.set_title("How much do more tries help?"), axis.set_xlabel("tries k"), axis.set_ylabel("pass@k (%)")
-    axis.set_ylim(0, 100), axis.legend(frameon=False), axis.grid(alpha=0.25), axis.spines[["top", "right"]].set_visible(False)
+    axis.set_ylim(0, 100), axis.legend(frameon=False, loc="lower center", ncols=3, fontsize=8), axis.grid(alpha=0.25), axis.spines[["top", "right"]].set_visible(False)
     return figure
 
 
@@ -229,7 +229,7 @@ def ablation(runs: list[Run]):
 
 
 def sensitivity(runs: list[Run]):
-    """Runs named by what they change, such as alpha=2."""
+    """Runs named by what they change, such as alpha=2; of the seeds those that all of them have."""
     changed: dict[str, dict[float, list[Run]]] = {}
     for run in runs:
         if match := re.fullmatch(r"(alpha|lambda_ss|lambda_sus)=([\d.]+)", run.name):
@@ -239,11 +239,12 @@ def sensitivity(runs: list[Run]):
     for run in (run for run in runs if run.name == "sus"):
         for key, found in changed.items():
             found.setdefault(run.config[key], []).append(run)
+    shared = set.intersection(*({run.seed for run in members} for found in changed.values() for members in found.values()))
     figure, axes = panels(len(changed), 3.8)
     for axis, (key, found) in zip(axes, sorted(changed.items())):
         top = 0.0
         for metric, shade, marker in (("pass@1", PALETTE[0], "o"), ("pass@5", PALETTE[1], "s")):
-            points = {value: mean_and_half([100 * (run.final(metric) or 0) for run in members])
+            points = {value: mean_and_half([100 * (run.final(metric) or 0) for run in members if run.seed in shared or not shared])
                       for value, members in sorted(found.items())}
             means, halves = [m for m, _ in points.values()], [0 if math.isnan(h) else h for _, h in points.values()]
             axis.errorbar(range(len(points)), means, halves, color=shade, marker=marker, capsize=3, label=metric)

@@ -51,7 +51,7 @@ OTHERS = {"literal": "--alpha 0.3 --sus-baseline none --gate correct --normalise
           "no-warm-up": "--strategy-warmup 0", "batch-negatives": "--negatives batch", "learned-lambdas": "--learn-lambdas",
           "layer-2": "--layer 2", "novelty": "--method novelty"}
 PAIRS = [("sus", "grpo"), ("sus", "grpo-kl-0.1"), ("sus", "grpo-kl-0.1-rate-0.004"), ("sus", "grpo-no-kl"), ("sus", "perplexity"),
-         ("ss", "sus"), ("surprise", "sus"), ("grpo", "sus"), ("oracle", "grpo"), ("oracle", "grpo-kl-0.1"), ("oracle", "sus")]
+         ("ss", "sus"), ("surprise", "sus"), ("grpo", "sus"), ("oracle", "grpo"), ("oracle", "grpo-kl-0.1"), ("sus", "oracle")]
 PARTS = {"main": MAIN, "sweep": SWEEP, "tune": TUNE, "others": OTHERS}
 FIRST = 10                              # seeds below it are for choosing settings
 
