@@ -128,16 +128,18 @@ def fingerprint(model) -> str:
 
 
 def newest(folder: Path, model) -> int:
-    """The step of the last readable checkpoint, which must have been trained on this base model."""
+    """The step of the last readable checkpoint, which must have been trained on this base model, or else of the metrics."""
     for file in reversed(find(folder)):
         try:
             header = read_metadata(file)
-        except ValueError:                                  # `load` will tell
+            step = int(header["step"])
+        except (KeyError, ValueError):                      # `load` will tell
             continue
         if header.get("base", own := fingerprint(model)) != own:
-            raise ValueError(f"{folder} was trained on a base model with other weights: name the right one (--cache for tiny)")
-        return int(header.get("step", 0))
-    return 0
+            raise ValueError(f"{folder} was trained on a base model with other weights: put that one back (for tiny, --cache "
+                             "names its folder)")
+        return step
+    return next((line["step"] for line in reversed(read_lines(folder / "metrics.jsonl"))), 0)
 
 
 def save(run) -> None:

@@ -201,6 +201,10 @@ def hub_questions(split: str) -> list[Question]:
         raise ValueError("gsm8k has no validation split: use test, or a folder with files of your own")
     try:
         import datasets                                     # slow to import, and needed for the hub only
+    except ImportError:
+        raise ValueError("--data gsm8k needs the package datasets: pip install datasets, or name a folder with train.jsonl "
+                         "and test.jsonl") from None
+    try:
         rows = datasets.load_dataset("openai/gsm8k", "main", split=split)
     except Exception as error:                              # the hub's client raises dozens of types
         raise ValueError(f"gsm8k cannot be had from the hub or its cache ({type(error).__name__}): check the connection, "

@@ -115,6 +115,8 @@ class SentenceEncoder:
             self.device, self.batch = device, batch
             self.limit = min(self.tokenizer.model_max_length, getattr(self.model.config, "max_position_embeddings", 512))
             self.mean(["one", "one text and another"])      # does it pad?
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
         except Exception as error:                          # transformers raises whatever its readers raise
             raise ValueError(f"--encoder {name} cannot be used ({type(error).__name__}): expected a folder or hub id "
                              "of a sentence encoder") from None

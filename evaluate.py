@@ -321,6 +321,8 @@ def evaluate_path(config: Config, given: set[str]) -> None:
         step = checkpoint.newest(path, policy.model)
         lora.load(policy.model, path / "adapter")
         ruler = Ruler.load(path / "ruler.safetensors", policy.model) if (path / "ruler.safetensors").exists() else None
+    if config.export:
+        Path(config.export).mkdir(parents=True, exist_ok=True)             # a bad place should fail now, not after the evaluation
     result = evaluate(policy, problems, config.samples, config.temperature, config.max_new_tokens, config.seed, True, ruler).metrics
     if is_run and ruler is None:                            # without the base model's ruler there is nothing to compare with
         result["cluster_entropy"] = None
@@ -344,8 +346,6 @@ def main(argv: list[str] | None = None) -> None:
         target = Path(config.export)
         if config.export and target.exists() and (not target.is_dir() or any(target.iterdir())):
             raise ValueError(f"--export {config.export} exists and is not an empty folder: choose another")
-        if config.export:
-            target.mkdir(parents=True, exist_ok=True)       # a bad place should fail now, not after the evaluation
         evaluate_path(config, given)
     except (ValueError, OSError, FloatingPointError) as error:
         fail(error)
@@ -354,7 +354,7 @@ def main(argv: list[str] | None = None) -> None:
             raise
         fail(budget.OUT_OF_MEMORY)
     except KeyboardInterrupt:
-        sys.exit("stopped, nothing was written")
+        sys.exit("stopped")
 
 
 if __name__ == "__main__":

@@ -89,7 +89,7 @@ def unpack_optimizer(prefix: str, parameters: dict[str, Tensor], optimizer, tens
         state = {key: tensors[f"{prefix}.{key}.{name}"] for key in ("step", "exp_avg", "exp_avg_sq")
                  if f"{prefix}.{key}.{name}" in tensors}
         if len(state) not in (0, 3) or any(value.shape != (() if key == "step" else parameter.shape) for key, value in state.items()):
-            raise ValueError(f"the optimizer's moments of {name} have another shape")
+            raise ValueError(f"the optimizer's moments of {name} are missing or have another shape")
         # AdamW keeps its step count on the CPU, unless it is fused.
         optimizer.state[parameter] = {key: value.to(parameter.device) if key != "step" or optimizer.defaults["fused"] else value
                                       for key, value in state.items()}

@@ -69,11 +69,11 @@ def find_runs(paths: list[str]) -> list[Run]:
     if len({run.config.get("eval_split") for run in runs.values()}) > 1:
         raise ValueError(f"{', '.join(paths)}: runs on test and on validation problems do not belong into one figure")
     for group in grouped(runs.values()).values():           # one name, other settings: they become part of the name
-        odd = [key for key in sorted(group[0].config.keys() - checkpoint.CHANGEABLE - {"seed"} | {"steps"})
-               if len({str(run.config.get(key)) for run in group}) > 1]
+        keys = set().union(*(run.config for run in group)) - checkpoint.CHANGEABLE - {"seed"} | {"steps"}
+        odd = [key for key in sorted(keys) if len({str(run.config.get(key)) for run in group}) > 1]
         for run in group:
             run.name = " ".join([run.name, *(f"{key}={run.config.get(key)}" for key in odd)])
-    return list(runs.values())
+    return list({(run.name, run.seed, run.config.get("cache")): run for run in runs.values()}.values())     # a repeated run is no seed
 
 
 def mean_and_half(values: list[float]) -> tuple[float, float]:
@@ -154,7 +154,7 @@ def line_figure(runs: list[Run], title: str, parts: list[tuple], records: str = 
 
 def only(runs: list[Run], *names: str) -> list[Run]:
     """Of the main reproduction's many methods those that a figure is about; of other runs all."""
-    known = {run.name for run in runs} <= NAMES.keys()
+    known = {"sus", "grpo", "grpo-no-kl"} <= {run.name for run in runs} <= NAMES.keys()
     return [run for run in runs if known and run.name in names] or runs
 
 

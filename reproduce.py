@@ -210,8 +210,8 @@ def main(argv: list[str] | None = None) -> None:
     config, given = parse(Config, __doc__, argv)
     if config.quick:
         config = replace(config, **{name: value for name, value in QUICK_FORM.items() if name not in given})
-    for name in ("SIGTERM", "SIGHUP"):                      # as Ctrl-C: the runs are stopped and saved too
-        if hasattr(signal, name):
+    for name in ("SIGTERM", "SIGHUP"):                      # as Ctrl-C: the runs are stopped and saved too; nohup stays nohup
+        if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) is not signal.SIG_IGN:
             signal.signal(getattr(signal, name), signal.default_int_handler)
     workers = config.workers or (1 if torch.cuda.is_available() else os.cpu_count())
     folder = place(config)
@@ -221,6 +221,8 @@ def main(argv: list[str] | None = None) -> None:
             tiny.find("countdown", cache, seed=seed)        # once, before the others ask for it
         run_all(jobs, workers)
         runs = plot.find_runs([str(job.folder) for job in jobs])
+        if bad := [run.folder for run in runs if any(type(run.evaluations[-1].get(metric)) is not float for metric in COLUMNS)]:
+            raise ValueError(f"the last evaluation of {bad[0]} lacks numbers: remove that run to make it again")
         table, file = write_up(config, jobs, runs), folder / "tables.md"
         write_text(file, table)
         print(f"\n{table}\nwritten to {file}")
@@ -228,8 +230,6 @@ def main(argv: list[str] | None = None) -> None:
             print(file)
     except (ValueError, OSError) as error:
         fail(error)
-    except (KeyError, TypeError) as error:
-        fail(f"an evaluation in {folder} is damaged ({error}): remove that run to make it again")
     except KeyboardInterrupt:
         sys.exit(f"\nstopped: the same command goes on where {folder} ends")
 

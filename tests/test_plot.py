@@ -48,6 +48,7 @@ def test_bands_by_hand():
 def test_other_settings_are_no_seeds(tmp_path):
     for folder, seed, kl in (("sus-countdown-1", 1, 0.0), ("sus-countdown-2", 2, 0.0), ("sus-countdown-2-2", 2, 5.0)):
         make_run(tmp_path / folder, "sus", seed, kl=kl)
+    make_run(tmp_path / "sus-countdown-1-2", "sus", 1, kl=0.0)             # the first one again is no further seed
     runs = plot.find_runs([str(tmp_path)])
     assert {name: [run.seed for run in group] for name, group in plot.grouped(runs).items()} == {"sus kl=0.0": [1, 2], "sus kl=5.0": [2]}
     assert len({plot.colour(name, list(plot.grouped(runs))) for name in plot.grouped(runs)}) == 2

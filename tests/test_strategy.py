@@ -187,6 +187,18 @@ def test_no_gradient_goes_either_way():
     assert all(torch.equal(value, before[name]) for name, value in strategist.networks.state_dict().items())
 
 
+def test_an_infinite_gradient_moves_nothing():
+    _, strategist, rollout = make_strategist()
+    one_round(strategist, rollout, 0)
+    before = {name: value.clone() for name, value in strategist.networks.state_dict().items()}
+    hook = next(iter(strategist.learning.values())).register_hook(lambda gradient: gradient * math.inf)
+    strategist.update(2, seeded())
+    assert all(torch.equal(value, before[name]) for name, value in strategist.networks.state_dict().items())
+    hook.remove()
+    strategist.update(1, seeded())
+    assert any(not torch.equal(value, before[name]) for name, value in strategist.networks.state_dict().items())
+
+
 @pytest.mark.parametrize("method", reward.METHODS)
 @pytest.mark.parametrize("reading", ["algorithm", "equations"])
 def test_every_method_is_finite_on_real_signals(method, reading):

@@ -354,6 +354,8 @@ DAMAGES = [
     (tensor("strategy.centres", lambda t: t[:, :3].clone()), "no checkpoint"),
     (edit_checkpoints(lambda tensors, header: tensors.pop("strategy.outcomes.query")), "no checkpoint"),
     (edit_checkpoints(lambda tensors, header: header.update(step="-3")), "no checkpoint"),
+    (edit_checkpoints(lambda tensors, header: header.update(step="four")), "no checkpoint"),
+    (edit_checkpoints(lambda tensors, header: [tensors.pop(name) for name in [*tensors] if "exp_avg_sq" in name]), "no checkpoint"),
     (lambda f: edit_checkpoints(lambda tensors, header: [t.fill_(math.nan) for n, t in tensors.items() if n.startswith("adapter")])(f), "no checkpoint"),
     (lambda f: edit_checkpoints(lambda tensors, header: tensors.update({n: t[:1].clone() for n, t in tensors.items() if "exp_avg" in n}))(f), "no checkpoint"),
     (lambda f: (f / "evaluations.jsonl").write_text('{"a": 1}\n'), "evaluations.jsonl"),
