@@ -33,6 +33,7 @@ PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F
 NAMES = {"sus": "SuS", "grpo": "GRPO", "oracle": "oracle", "ss": "SS only", "surprise": "surprise only", "perplexity": "perplexity",
          "grpo-kl-0.1": "GRPO, KL 0.1", "grpo-kl-0.1-rate-0.004": "GRPO, KL 0.1, rate 0.004", "grpo-no-kl": "GRPO without KL",
          "base": "base model"}
+WHOLE = COLOURS.keys() - {"ss", "surprise"}                 # no half of SuS: those have a figure of their own
 # Student's t, 97.5 %, by degrees of freedom; beyond them 1.96 + 2.5 / degrees is close.
 STUDENT = (math.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
@@ -165,7 +166,7 @@ def story(runs: list[Run]):
 
 
 def diversity(runs: list[Run]):
-    return line_figure(only(runs, *COLOURS.keys() - {"ss", "surprise"}), "Diversity over training", [
+    return line_figure(only(runs, *WHOLE), "Diversity over training", [
         ("strategy_entropy", "entropy of true strategies (nats)", 1),
         ("cluster_entropy", "entropy of embedding clusters (nats)", 1)])
 
@@ -192,7 +193,7 @@ def training(runs: list[Run]):
 
 
 def passes(runs: list[Run]):
-    shown = [run for run in only(runs, *COLOURS.keys() - {"ss", "surprise"}) if run.evaluations[-1].get("pass_curve")]
+    shown = [run for run in only(runs, *WHOLE) if run.evaluations[-1].get("pass_curve")]
     if not (shown := grouped(shown)):
         return None
     figure, (axis,) = panels(1, 5.5, 4)
@@ -203,7 +204,8 @@ def passes(runs: list[Run]):
         band(axis, range(1, len(columns) + 1), columns, colour(name, list(lines)), label=NAMES.get(name, name),
              linestyle="--" if name in ("oracle", "base") else "-")
     axis.set_title("How much do more tries help?"), axis.set_xlabel("tries k"), axis.set_ylabel("pass@k (%)")
-    axis.set_ylim(0, 100), axis.legend(frameon=False, loc="lower center", ncols=3, fontsize=8), axis.grid(alpha=0.25), axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False, loc="lower center", ncols=3, fontsize=8)
+    axis.set_ylim(0, 100), axis.grid(alpha=0.25), axis.spines[["top", "right"]].set_visible(False)
     return figure
 
 
