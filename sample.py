@@ -1,41 +1,45 @@
 """Sampling: several responses to each of several prompts, from the distribution that training scores.
 
-Each prompt is read once and its keys and values are shared by its samples; rows leave the batch as they
-finish; the adapters are merged into the weights that decode (decode.py). There is no top-k, no top-p and no
-repetition penalty, here or inherited from a generation_config, so the log-probability kept for each token is
-the one that `grpo.score` recomputes: up to rounding, which on a bf16 base includes that of the merged weights.
+Each prompt is read once, and its keys and values are shared by its responses. There is no top-k, no
+top-p and no repetition penalty, neither here nor from a model's generation_config.json, so the
+log-probability kept for each token is the one that grpo.score recomputes (up to rounding).
 
-Random numbers: one uniform number a row and step, always drawn for all rows, so a response depends on the
-seed and on its own row, not on when its neighbours finish. Called by train.py and evaluate.py.
+Random numbers: one uniform number per row and step, drawn for all rows beforehand. A response depends on
+the seed and on its own row, not on when its neighbours finish.
+
+Policy is a model with its tokenizer: it turns problems into token ids and token ids into text.
 """
 import hashlib
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import AutoTokenizer
 
-from decode import Decoder
-from model import ModelConfig, SharedPrefix, Transformer
+from model import SharedPrefix, Transformer
+from support import files
+from support.config import Config
 
-BLOCK = 128                             # tokens of the vocabulary that are summed at a time
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 @dataclass
 class Rollout:
     """N = prompts * samples responses; row n answers prompt n // samples."""
-    ids: Tensor         # (N, T) response tokens, zero after the end
-    lengths: Tensor     # (N,) tokens in the response, its end token included
-    logprobs: Tensor    # (N, T) of each token under the sampling distribution, zero after the end
-    finished: Tensor    # (N,) False where max_new_tokens cut the response off
+    ids: Tensor  # (N, T) response tokens, zero after the end
+    lengths: Tensor  # (N,) tokens in the response, its end token included
+    logprobs: Tensor  # (N, T) of each token under the sampling distribution, zero after the end
+    finished: Tensor  # (N,) False where max_new_tokens cut the response off
 
     def mask(self) -> Tensor:
-        """(N, T), True on response tokens; from the lengths, since any id may occur inside a response."""
+        """(N, T), True on response tokens; from the lengths, since any id may occur in a response."""
         return torch.arange(self.ids.shape[1], device=self.ids.device) < self.lengths[:, None]
 
 
 def seeded(*key) -> torch.Generator:
-    """Random numbers that follow from the key alone, such as (seed, use, step), and are unlike those of any other key."""
+    """Random numbers that follow from the key alone, such as (seed, use, step)."""
     digest = hashlib.sha256(" ".join(map(str, key)).encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
@@ -43,109 +47,202 @@ def seeded(*key) -> torch.Generator:
 def pad_left(prompts: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor | None]:
     """-> ids (B, P) and each row's first real slot (B,), None when nothing is padded."""
     width = max(map(len, prompts))
-    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=device)
-    start = torch.tensor([width - len(prompt) for prompt in prompts], device=device)
-    return ids, start if any(len(prompt) != width for prompt in prompts) else None
+    starts = [width - len(prompt) for prompt in prompts]
+    rows = [[0] * start + prompt for start, prompt in zip(starts, prompts)]
+    start = torch.tensor(starts, device=device) if any(starts) else None
+    return torch.tensor(rows, device=device), start
 
 
-def draw(logits: Tensor, temperature: float, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """logits (n, V), uniform (n,) in [0, 1) -> tokens (n,) and their log-probabilities (n,)."""
+def sample_token(logits: Tensor, temperature: float, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """Inverse transform sampling: the first token whose cumulative probability exceeds `uniform`.
+
+    logits (n, V), uniform (n,) in [0, 1) -> tokens (n,) and their log-probabilities (n,).
+    """
     if temperature == 0:
         return logits.argmax(-1), logits.new_zeros(len(logits), dtype=torch.float32)
-    logits = logits.float() if temperature == 1 else logits.float() / temperature
-    probabilities, padding = F.softmax(logits, dim=-1), -logits.shape[1] % BLOCK
-    # Inverse transform sampling: one random number a row where multinomial draws V of them. First the block of the
-    # vocabulary, then the token in it, so that sums in fp64 are short.
-    blocks = F.pad(probabilities, (0, padding)) if padding else probabilities                    # to pad is to copy
-    blocks = blocks.unflatten(1, (-1, BLOCK))                                                    # (n, V / BLOCK, BLOCK)
-    wide = wide_dtype(logits.device)
-    sums = blocks.sum(2).to(wide)
-    total = sums.sum(1, keepdim=True)
-    if not total.isfinite().all():
-        raise FloatingPointError("the model's logits are not finite: its weights may be damaged, or the learning rate too high")
-    block, rest = find(sums, uniform[:, None].to(wide) * total)
-    token, _ = find(blocks[torch.arange(len(blocks), device=block.device), block[:, 0]].to(wide), rest)
-    tokens = block * BLOCK + token
+    probabilities = F.softmax(logits.float() / temperature, dim=-1)
+    cumulative = probabilities.to(uniform.dtype).cumsum(-1)
+    require_finite(cumulative[:, -1])
+    total = cumulative[:, -1:]
+    threshold = uniform[:, None] * total
+    # Below the total, so that rounding never chooses a token of probability zero.
+    threshold = torch.minimum(threshold, total.nextafter(torch.zeros_like(total)))
+    tokens = torch.searchsorted(cumulative, threshold, right=True)
     return tokens[:, 0], probabilities.gather(1, tokens)[:, 0].log()
 
 
-def wide_dtype(device: torch.device) -> torch.dtype:
-    """fp64, so that no token's probability is lost in a sum; mps has none."""
-    return torch.float32 if device.type == "mps" else torch.float64
+def require_finite(total: Tensor) -> None:
+    if not total.isfinite().all():
+        raise FloatingPointError("the model's logits are not finite: its weights may be damaged, or "
+                                 "the learning rate too high")
 
 
-def find(weights: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
-    """weights (n, K) laid end to end, place (n, 1) -> the weight at this place, never one that is zero, and the place in it."""
-    ends = weights.cumsum(1)
-    place = torch.minimum(place.clamp(min=0), ends[:, -1:].nextafter(torch.zeros_like(place)))
-    index = torch.searchsorted(ends, place, right=True)
-    return index, place - (ends - weights).gather(1, index)
+class Decoder:
+    """The next token's logits, by reading the whole response again. support/fast.py has a faster one."""
+    sample_token = staticmethod(sample_token)
+
+    def __init__(self, model: Transformer, prompts: list[list[int]], samples: int, room: int):
+        self.model = model
+        self.prefix = SharedPrefix(samples)
+        prompt_ids, start = pad_left(prompts, model.device)
+        last = model.hidden(prompt_ids, start, self.prefix)[:, -1]  # (B, D)
+        self.logits = F.linear(last, model.head).repeat_interleave(samples, dim=0)  # (N, V)
+        self.start = None if start is None else start.repeat_interleave(samples)
+        self.rows = torch.arange(len(self.logits), device=model.device)  # rows that are decoded
+        self.ids = self.rows.new_empty(len(self.rows), 0)
+
+    def step(self, tokens: Tensor, finished: Tensor) -> None:
+        """Append one token per row (n,) and compute the logits (n, V) after it."""
+        self.ids = torch.cat((self.ids, tokens[:, None]), dim=1)
+        hidden = self.model.hidden(self.ids, self.start, self.prefix)
+        self.logits = F.linear(hidden[:, -1], self.model.head)
 
 
-def generate(model: Transformer, prompts: list[list[int]], samples: int, max_new_tokens: int, temperature: float,
-             eos_ids: tuple[int, ...], generator: torch.Generator) -> Rollout:
-    """Sample `samples` responses of at most max_new_tokens for each prompt. The generator lives on the CPU."""
-    check(prompts, samples, max_new_tokens, temperature, model.config)
-    device, N = model.device, len(prompts) * samples
-    ids = torch.zeros(N, max_new_tokens, dtype=torch.long, device=device)
-    logprobs = torch.zeros(N, max_new_tokens, device=device)
-    lengths = torch.full((N,), max_new_tokens, device=device)
-    finished = torch.zeros(N, dtype=torch.bool, device=device)
+def generate(model: Transformer, prompts: list[list[int]], samples: int, max_new_tokens: int,
+             temperature: float, eos_ids: tuple[int, ...], generator: torch.Generator) -> Rollout:
+    """Sample `samples` responses of at most max_new_tokens to each prompt. The generator is a CPU's."""
+    check_request(model, prompts, max_new_tokens)
+    device = model.device
+    N, T = len(prompts) * samples, max_new_tokens
+    wide = torch.float32 if device.type == "mps" else torch.float64  # MPS has no fp64
+    uniform = torch.rand(T, N, generator=generator, dtype=torch.float64).to(device, wide)
     ends = torch.tensor(eos_ids, device=device)
-    uniform = torch.rand(max_new_tokens, N, generator=generator, dtype=torch.float64).to(device, wide_dtype(device))
+    ids = torch.zeros(N, T, dtype=torch.long, device=device)
+    logprobs = torch.zeros(N, T, device=device)
+    lengths = torch.full((N,), T, device=device)
+    finished = torch.zeros(N, dtype=torch.bool, device=device)
+
     with torch.inference_mode():
-        prefix, (prompt_ids, start) = SharedPrefix(samples), pad_left(prompts, device)
-        last = model.hidden(prompt_ids, start, prefix)[:, -1]                                    # (prompts, D)
-        logits = F.linear(last, model.head).repeat_interleave(samples, dim=0)                    # (N, V)
-        decoder = Decoder(model, prefix, start, samples, max_new_tokens)
-        del prefix                                          # the decoder has its own copy
-        rows = torch.arange(N, device=device).view(-1, samples)                              # (B, G), the rows still decoded
-        for t in range(max_new_tokens):
-            flat = rows.flatten()
-            tokens, ids_logprobs = draw(logits, temperature, uniform[t, flat])                   # (B * G,) each
-            ids[flat, t], logprobs[flat, t] = tokens, ids_logprobs
-            ended = flat[(tokens[:, None] == ends).any(1) & ~finished[flat]]
-            if len(ended):
-                lengths[ended], finished[ended] = t + 1, True
-                if finished.all():
-                    break
-                rows, kept = shrink(rows, ~finished[rows], decoder)
-                tokens = tokens[kept]
-            if t + 1 < max_new_tokens:
-                logits = decoder.step(tokens.view_as(rows))                                  # (B * G, V)
+        make_decoder = getattr(model, "decoder", Decoder)  # an accelerated model has its own
+        decoder = make_decoder(model, prompts, samples, T)
+        for t in range(T):
+            rows = decoder.rows
+            tokens, chosen = decoder.sample_token(decoder.logits, temperature, uniform[t, rows])
+            ids[rows, t] = tokens
+            logprobs[rows, t] = chosen
+            ended = rows[torch.isin(tokens, ends) & ~finished[rows]]
+            lengths[ended] = t + 1
+            finished[ended] = True
+            if t + 1 == T or finished.all():
+                break
+            decoder.step(tokens, finished)
+
     rollout = Rollout(ids, lengths, logprobs, finished)
-    ids[~rollout.mask()], logprobs[~rollout.mask()] = 0, 0              # what finished rows were given while they waited
+    after_end = ~rollout.mask()
+    ids[after_end] = 0
+    logprobs[after_end] = 0
     T = int(lengths.max())
     return Rollout(ids[:, :T], lengths, logprobs[:, :T], finished)
 
 
-def shrink(rows: Tensor, alive: Tensor, decoder: Decoder) -> tuple[Tensor, Tensor]:
-    """rows, alive (B, G) -> the smallest rectangle of rows (B', G') that has all living ones, and its places among B * G.
-
-    Finished groups leave, and of the others as many responses as the largest still has: a finished one may wait a while.
-    """
-    B, G = rows.shape
-    counts = alive.sum(1)
-    groups, width = counts.nonzero()[:, 0], int(counts.max())
-    columns = (~alive[groups]).long().argsort(dim=1, stable=True)[:, :width]                     # the living first
-    if columns.numel() < rows.numel():
-        decoder.keep(groups, columns)
-    else:
-        groups, columns = torch.arange(B, device=rows.device), torch.arange(G, device=rows.device).expand(B, G)
-    return rows[groups].gather(1, columns), (groups[:, None] * G + columns).flatten()
-
-
-def check(prompts: list[list[int]], samples: int, max_new_tokens: int, temperature: float, config: ModelConfig) -> None:
-    """Every way in which a request to sample can be impossible, as one clear error."""
+def check_request(model: Transformer, prompts: list[list[int]], max_new_tokens: int) -> None:
+    """Refuse prompts that this model cannot read, or that leave no room for a response."""
+    config = model.config
     if not prompts or not all(prompts):
-        raise ValueError("there is no prompt to sample from, or an empty one: each needs at least one token")
-    if samples < 1 or max_new_tokens < 1 or not temperature >= 0:
-        raise ValueError(f"samples {samples} and max_new_tokens {max_new_tokens} must be at least 1 and "
-                         f"temperature {temperature} not negative")
-    largest = max(map(max, prompts))
+        raise ValueError("there is no prompt to sample from, or an empty one: each needs a token")
+    largest, longest = max(map(max, prompts)), max(map(len, prompts))
     if largest >= config.vocab_size:
-        raise ValueError(f"a prompt has token {largest}, the model knows {config.vocab_size}: the tokenizer is another model's")
-    longest, context = max(map(len, prompts)), config.context
-    if longest + max_new_tokens > context:
-        raise ValueError(f"a prompt of {longest} tokens and {max_new_tokens} new ones exceed the model's context "
-                         f"of {context}: shorten the prompts or lower the number of new tokens")
+        raise ValueError(f"a prompt has token {largest}, the model knows {config.vocab_size}: the "
+                         "tokenizer belongs to another model")
+    if longest + max_new_tokens > config.context:
+        raise ValueError(f"a prompt of {longest} tokens and {max_new_tokens} new ones exceed the "
+                         f"model's context of {config.context}: shorten the prompts or lower "
+                         "--max-new-tokens")
+
+
+@dataclass
+class Policy:
+    """A model that reads problems and writes text."""
+    model: Transformer
+    tokenizer: object
+    eos_ids: tuple[int, ...]
+    config: Config  # its prompt, system and instruction say how a problem is put to the model
+    base: str = ""  # where others find the base model: a folder or a hub id
+
+    @property
+    def is_chat(self) -> bool:
+        if self.config.prompt == "auto":
+            return bool(self.tokenizer.chat_template)
+        return self.config.prompt == "chat"
+
+    def chat_messages(self, problem) -> list[dict[str, str]]:
+        instruction = self.config.instruction or getattr(problem, "instruction", "")
+        question = getattr(problem, "question", problem.prompt)
+        content = f"{question}\n{instruction}" if instruction else question
+        messages = [{"role": "user", "content": content}]
+        if self.config.system:
+            messages.insert(0, {"role": "system", "content": self.config.system})
+        return messages
+
+    def plain_text(self, problem) -> str:
+        own, instruction = getattr(problem, "instruction", ""), self.config.instruction
+        if not instruction:
+            return problem.prompt
+        if own and own in problem.prompt:
+            return problem.prompt.replace(own, instruction)
+        return f"{instruction}\n{problem.prompt}"
+
+    def encode(self, problems: list) -> list[list[int]]:
+        """Token ids of what the model reads."""
+        if not self.is_chat:
+            return self.tokenizer([self.plain_text(problem) for problem in problems]).input_ids
+        messages = [self.chat_messages(problem) for problem in problems]
+        try:
+            return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True,
+                                                      return_dict=False)
+        except Exception as error:  # a template may refuse, and raises what it likes
+            raise ValueError(f"the tokenizer's chat template fails ({type(error).__name__}: {error}): "
+                             "use --prompt plain, or leave out --system") from None
+
+    def decode(self, rollout: Rollout) -> list[str]:
+        """Text without the end token; everything else that was sampled stays, for the judge to see."""
+        kept = (rollout.lengths - rollout.finished.long()).tolist()
+        rows = [ids[:length] for ids, length in zip(rollout.ids.tolist(), kept)]
+        return self.tokenizer.batch_decode(rows)
+
+
+def open_policy(folder: Path, config: Config) -> Policy:
+    """The model and the tokenizer of a Hugging Face folder."""
+    device, dtype = find_device(config.device), config.dtype
+    if dtype == "auto":
+        dtype = "bfloat16" if device == "cuda" else "float32"
+    model = Transformer.from_pretrained(folder, getattr(torch, dtype), device)
+    if not any((folder / file).exists() for file in TOKENIZERS):
+        raise ValueError(f"{folder} has no tokenizer.json: a model folder holds its tokenizer too")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # transformers raises whatever its readers raise
+        raise ValueError(f"{folder}: its tokenizer cannot be read ({type(error).__name__}: "
+                         f"{error})") from None
+    if config.prompt == "chat" and not tokenizer.chat_template:
+        raise ValueError(f"--prompt chat: {folder} has no chat template; use --prompt plain or auto")
+    eos_ids = find_eos_ids(folder, tokenizer, model.config.vocab_size)
+    base = str(folder.absolute()) if config.model == "tiny" else config.model
+    policy = Policy(model, tokenizer, eos_ids, config, base)
+    if config.system and not policy.is_chat:
+        raise ValueError("--system needs a chat: leave it out, or use --prompt chat and a model with a "
+                         "chat template")
+    return policy
+
+
+def find_device(name: str) -> str:
+    if name == "auto":
+        available = [kind for kind in ("cuda", "mps") if getattr(torch, kind).is_available()]
+        return available[0] if available else "cpu"
+    if name != "cpu" and not getattr(torch, name).is_available():
+        raise ValueError(f"device {name} is not available on this machine: use --device cpu or auto")
+    return name
+
+
+def find_eos_ids(folder: Path, tokenizer, vocab_size: int) -> tuple[int, ...]:
+    """Every id that ends a response. Nothing else is taken from generation_config.json."""
+    ids = [tokenizer.eos_token_id]
+    for name in ("config.json", "generation_config.json"):
+        if (folder / name).exists():
+            value = files.read_json(folder / name).get("eos_token_id")
+            ids += value if isinstance(value, list) else [value]
+    known = sorted({i for i in ids if type(i) is int and 0 <= i < vocab_size})
+    if not known:
+        raise ValueError(f"{folder}: no end token, neither in its tokenizer nor as eos_token_id in its "
+                         "config.json")
+    return tuple(known)

@@ -1,0 +1,263 @@
+"""A run's folder: who may use it, and the checkpoints in it.
+
+A checkpoint is one safetensors file with all that the run has learned: adapter, optimizer, strategy
+networks with their memories, learned lambdas, the state of a reward. Its header has the step, the base
+model's fingerprint and the number of processes. Random numbers need no place in it: they are drawn from
+(seed, step). The last two checkpoints are kept.
+"""
+import hashlib
+import os
+import shlex
+import sys
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from support import files, parallel
+from support.config import Config, from_saved
+
+try:
+    import fcntl
+except ImportError:  # Windows: runs are not locked
+    fcntl = None
+
+# What a resumed run may change: nothing that alters a step already taken.
+CHANGEABLE = {"run", "resume", "steps", "checkpoint_every", "device", "eval_every", "cache",
+              "micro_batch", "recompute", "dry_run", "wandb", "tensorboard"}
+OWN_FILES = {"config.json", "lock"}  # what a run folder has before the first evaluation
+DAMAGE = (KeyError, ValueError, RuntimeError, TypeError, AttributeError)
+
+
+def read_config(folder: Path) -> Config | None:
+    """The settings of a run; None if this is not a run's folder."""
+    file = folder / "config.json"
+    saved = files.read_json(file) if file.is_file() else {}
+    return from_saved(Config, saved, str(file)) if "method" in saved else None
+
+
+def settle(config: Config, given: set[str]) -> Config:
+    """The settings of a new run, or of a resumed one as it was started. Writes nothing."""
+    for name in ("model", "data", "encoder"):  # so that a run can be resumed from anywhere
+        value = getattr(config, name)
+        if value and Path(value).exists() and value != "tiny":
+            config = replace(config, **{name: str(Path(value).absolute())})
+    if not config.resume:
+        return config
+    if not config.run:
+        raise ValueError("--resume needs --run FOLDER, the run to continue")
+    saved = read_config(Path(config.run))
+    if saved is None:
+        raise ValueError(f"--run {config.run} holds no run to resume: expected a folder that train.py "
+                         "has made")
+    fixed, why = given - CHANGEABLE, ""
+    if "steps" in given and config.steps != saved.steps and saved.alpha_decay and saved.method != "grpo":
+        fixed |= {"steps"}
+        why = " (alpha falls over --steps, so earlier steps depend on it)"
+    wrong = [f"--{name.replace('_', '-')} {getattr(config, name)} (the run has {getattr(saved, name)})"
+             for name in sorted(fixed) if getattr(config, name) != getattr(saved, name)]
+    if wrong:
+        raise ValueError(f"{config.run} was started with other settings: {', '.join(wrong)}. Leave them "
+                         f"out to resume{why}")
+    wishes = {name: getattr(config, name) for name in given & CHANGEABLE}
+    return replace(saved, **{"wandb": False, "tensorboard": False, **wishes})
+
+
+@contextmanager
+def run_folder(config: Config, given: set[str]):
+    """Settle the settings, claim and lock the folder -> the config. Rank 0 does the writing.
+
+    A run that ends before it has written anything leaves no folder behind.
+    """
+    if config.resume or parallel.is_leader():
+        config = settle(config, given)
+    if not config.resume and parallel.is_leader():
+        config = claim(config)
+    config = replace(config, run=parallel.gather_values(config.run)[0])
+    folder = Path(config.run)
+    handle = lock(folder) if parallel.is_leader() else None
+    try:
+        if config.resume and parallel.is_leader():
+            files.write_json(folder / "config.json", asdict(replace(config, resume=False)))
+        yield config
+    finally:
+        if parallel.is_leader() and is_untouched(folder):
+            for name in OWN_FILES:
+                (folder / name).unlink(missing_ok=True)
+            folder.rmdir()
+        if handle:
+            handle.close()
+
+
+def is_untouched(folder: Path) -> bool:
+    return {file.name for file in folder.iterdir()} <= OWN_FILES
+
+
+def how_to_continue(config: Config) -> str:
+    if is_untouched(Path(config.run)):
+        return "Nothing was written."
+    launcher = "python"
+    if parallel.world() > 1:
+        launcher = f"torchrun --nproc-per-node {parallel.world()} --"
+    return f"To continue: {launcher} train.py --run {shlex.quote(config.run)} --resume"
+
+
+def claim(config: Config) -> Config:
+    """Make the folder of a new run and write config.json; mkdir lets only one process win."""
+    method, task = config.method.rpartition(":")[2], Path(config.data.rpartition(":")[2]).stem
+    name, number = f"runs/{method}-{task}-{config.seed}", 1
+    while True:
+        folder = Path(config.run or (name if number == 1 else f"{name}-{number}"))
+        try:
+            if config.run and folder.is_dir() and not any(folder.iterdir()):
+                folder.rmdir()  # an empty folder is as good as none
+            folder.mkdir(parents=True)
+            break
+        except FileExistsError:
+            number += 1
+            if config.run:
+                holds_run = (folder / "config.json").exists()
+                what = "already holds a run: add --resume to continue it, or" if holds_run else \
+                    "exists and is not an empty folder:"
+                raise ValueError(f"{config.run} {what} choose another --run") from None
+    config = replace(config, run=str(folder), cache=str(Path(config.cache).absolute()))
+    files.write_json(folder / "config.json", asdict(config))
+    return config
+
+
+def lock(folder: Path):
+    """Keep other processes away from this run as long as the returned file is open."""
+    if fcntl is None:
+        return None
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+    handle = os.fdopen(os.open(folder / "lock", flags, 0o666), "r+")
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        handle.close()
+        raise ValueError(f"{folder} is being written by another process: wait for it to end, or choose "
+                         "another --run") from None
+    except OSError:  # a disk without locks
+        pass
+    return handle
+
+
+def find_checkpoints(folder: Path) -> list[Path]:
+    """Oldest first."""
+    found = (folder / "checkpoint").glob("step-*.safetensors")
+    return sorted(found, key=lambda file: (len(file.name), file.name))
+
+
+def checkpoint_file(folder: Path, step: int) -> Path:
+    return folder / "checkpoint" / f"step-{step:06d}.safetensors"
+
+
+def fingerprint(model: nn.Module) -> str:
+    """Tells base models of one shape apart, by some numbers of each weight, rounded to bf16."""
+    numbers = [(name, weight.detach().flatten()[:16].bfloat16().tolist())
+               for name, weight in sorted(model.named_parameters()) if "lora_" not in name]
+    return hashlib.sha256(repr(numbers).encode()).hexdigest()[:16]
+
+
+def find_step(folder: Path, model: nn.Module) -> int:
+    """The step of the newest readable checkpoint, which must have been trained on this base model."""
+    for file in reversed(find_checkpoints(folder)):
+        try:
+            header = files.read_header(file)
+            step, base = int(header["step"]), header["base"]
+        except (KeyError, ValueError):  # `load` says what is wrong with it
+            continue
+        if base != fingerprint(model):
+            raise ValueError(f"{folder} was trained on a base model with other weights: put that one "
+                             "back (for tiny, --cache names its folder)")
+        return step
+    lines = files.read_lines(folder / "metrics.jsonl")
+    return lines[-1]["step"] if lines else 0
+
+
+@dataclass
+class Learned:
+    """Adapters, their optimizer, and modules whose state_dict is all that they have learned."""
+    adapters: dict[str, nn.Parameter]
+    optimizer: torch.optim.AdamW
+    modules: dict[str, nn.Module]
+
+    def tensors(self) -> dict[str, Tensor]:
+        tensors = {f"adapter.{name}": adapter for name, adapter in self.adapters.items()}
+        tensors["optimizer._extra_state"] = files.pack_optimizer(self.optimizer)
+        for name, module in self.modules.items():
+            tensors |= {f"{name}.{key}": value for key, value in module.state_dict().items()}
+        return tensors
+
+    @torch.no_grad()
+    def restore(self, tensors: dict[str, Tensor]) -> None:
+        files.check_tensors(tensors, self.tensors(), "the file")
+        files.unpack_optimizer(self.optimizer, tensors["optimizer._extra_state"])
+        for name, adapter in self.adapters.items():
+            adapter.copy_(tensors[f"adapter.{name}"])
+        for name, module in self.modules.items():
+            prefix = f"{name}."
+            module.load_state_dict({key.removeprefix(prefix): value for key, value in tensors.items()
+                                    if key.startswith(prefix)})
+
+
+def save(folder: Path, step: int, learned: Learned, model: nn.Module) -> None:
+    header = {"step": str(step), "base": fingerprint(model), "processes": str(parallel.world())}
+    files.write_tensors(checkpoint_file(folder, step), learned.tensors(), header)
+    for old in find_checkpoints(folder)[:-2]:
+        old.unlink()
+
+
+def load(folder: Path, learned: Learned, model: nn.Module) -> int:
+    """Restore the last good checkpoint and drop what came later -> its step, 0 if there is none yet."""
+    find_step(folder, model)  # refuses another base model
+    step = restore_newest(folder, learned)
+    if parallel.is_leader():
+        drop_later(folder, step)
+    return step
+
+
+def restore_newest(folder: Path, learned: Learned) -> int:
+    found = find_checkpoints(folder)
+    for file in reversed(found):
+        try:
+            header = files.read_header(file)
+            step, processes = int(header["step"]), int(header["processes"])
+            if file != checkpoint_file(folder, step):
+                raise ValueError(f"its header says step {step}")
+            learned.restore(files.read_tensors(file))
+        except DAMAGE as error:
+            tell(f"warning: {file} cannot be used ({error}), trying the one before it")
+            continue
+        if processes != parallel.world():
+            tell(f"note: {file} was written by {processes} processes and goes on with "
+                 f"{parallel.world()}: from here on the sampled responses differ")
+        return step
+    if found:
+        raise ValueError(f"no checkpoint of {folder} can be used: remove its checkpoint folder and "
+                         "metrics.jsonl to start over")
+    lines = files.read_lines(folder / "metrics.jsonl")
+    if lines and lines[-1]["step"] > files.read_json(folder / "config.json")["checkpoint_every"]:
+        raise ValueError(f"{folder} has taken {lines[-1]['step']} steps and has no checkpoint to go on "
+                         "from: choose another --run, or remove its metrics.jsonl to start over in it")
+    return 0
+
+
+def drop_later(folder: Path, step: int) -> None:
+    """Remove half-written files, damaged checkpoints, and metrics of steps that will be repeated."""
+    for leftover in folder.rglob("*.tmp"):
+        leftover.unlink()
+    for file in find_checkpoints(folder):
+        if file > checkpoint_file(folder, step):
+            file.unlink()
+    for name in ("metrics.jsonl", "evaluations.jsonl"):
+        lines = files.read_lines(folder / name)
+        files.write_lines(folder / name, [line for line in lines if line["step"] <= step])
+
+
+def tell(message: str) -> None:
+    if parallel.is_leader():
+        print(message, file=sys.stderr)

@@ -1,0 +1,166 @@
+"""Hugging Face folders: where a model lies, what its config.json says, which files hold its weights.
+
+A folder is used as it is; a hub id is downloaded, or found in the hub's own cache. Nothing in a folder
+is run: config.json is read as JSON and checked, weights are safetensors.
+"""
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from support import files
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+SENTENCES_AT_ONCE = 64
+LLAMA3_ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """What config.json says, checked; `raw` is the file itself, which save_pretrained writes back."""
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    context: int  # max_position_embeddings
+    norm_eps: float
+    rope_theta: float
+    rope_llama3: tuple | None  # the four numbers of LLAMA3_ROPE, in its order
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    tied: bool
+    raw: dict
+
+    @classmethod
+    def from_dict(cls, raw: dict, where: str = "config.json") -> "ModelConfig":
+        def require(condition, message):
+            if not condition:
+                raise ValueError(f"{where}: {message}")
+
+        def number(key, default=None, kind=int, most=2 ** 24, source=raw):
+            value = default if source.get(key) is None else source[key]
+            expected = f"a positive {kind.__name__} of at most {most}"
+            is_number = type(value) in (int, float)
+            require(is_number and 0 < value <= most and value == kind(value),
+                    f"{key} is {value!r}, expected {expected}")
+            return kind(value)
+
+        family = raw.get("model_type")
+        require(family in FAMILIES,
+                f"model_type is {family!r}, this decoder knows {', '.join(FAMILIES)}")
+        require(raw.get("hidden_act", "silu") == "silu", "only the activation silu is implemented")
+        require(not raw.get("quantization_config"),
+                "quantised weights are not supported, use the original model")
+        windows = raw.get("use_sliding_window") or "sliding" in str(raw.get("layer_types"))
+        require(not windows, "sliding-window attention is not implemented")
+        # transformers 5 writes rope_parameters, transformers 4 wrote rope_theta and rope_scaling.
+        rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+        require(isinstance(rope, dict), f"rotary parameters are {rope!r}, expected an object")
+        rope_type = rope.get("rope_type", rope.get("type", "default"))
+        require(rope_type in ("default", "llama3"),
+                f"rope_type is {rope_type!r}, only default and llama3 are known")
+        theta = number("rope_theta", 10000.0, float, 1e12)
+        theta = number("rope_theta", theta, float, 1e12, rope)
+        llama3 = None
+        if rope_type == "llama3":
+            llama3 = tuple(number(key, None, float, source=rope) for key in LLAMA3_ROPE)
+
+        heads = number("num_attention_heads")
+        kv_heads = number("num_key_value_heads", heads)
+        hidden_size = number("hidden_size", most=2 ** 18)
+        head_dim = number("head_dim", 128 if family == "qwen3" else hidden_size // heads)
+        require(heads % kv_heads == 0,
+                f"{heads} attention heads do not divide into {kv_heads} key-value heads")
+        require(head_dim % 2 == 0, f"head_dim is {head_dim}, rotary embeddings need an even number")
+        context = 2048 if family == "llama" else 32768
+        bias = bool(raw.get("attention_bias"))
+        return cls(
+            vocab_size=number("vocab_size"),
+            hidden_size=hidden_size,
+            intermediate_size=number("intermediate_size", most=2 ** 20),
+            layers=number("num_hidden_layers", most=1000),
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            context=number("max_position_embeddings", context, most=2 ** 40),
+            norm_eps=number("rms_norm_eps", 1e-6, float),
+            rope_theta=theta,
+            rope_llama3=llama3,
+            qkv_bias=family == "qwen2" or bias,
+            output_bias=family != "qwen2" and bias,
+            mlp_bias=family == "llama" and bool(raw.get("mlp_bias")),
+            qk_norm=family == "qwen3",
+            tied=bool(raw.get("tie_word_embeddings")),
+            raw=raw)
+
+
+def find_model_folder(path: str | Path) -> Path:
+    """A local folder as it is; a hub id is downloaded, or found in the hub's own cache."""
+    folder = Path(path)
+    if folder.is_dir():
+        return folder
+    if folder.suffix == ".gguf":
+        raise ValueError(f"{path} is a GGUF file: python tools/convert_gguf.py {path} FOLDER makes a "
+                         "model folder of it")
+    looks_like_id = str(path).count("/") == 1 and not str(path).startswith((".", "/", "~"))
+    if folder.exists() or not looks_like_id:
+        raise ValueError(f"{path} is not a model: expected a folder with config.json and safetensors "
+                         "files, or a hub id")
+    from huggingface_hub import snapshot_download  # slow to import, and needed for hub ids only
+    patterns = ["*.json", "*.safetensors", "*.txt", "*.jinja"]
+    try:
+        return Path(snapshot_download(str(path), allow_patterns=patterns))
+    except Exception as error:  # the hub's client raises dozens of types
+        raise ValueError(f"{path} is neither a folder nor a model that the hub has "
+                         f"({type(error).__name__}): check the name and the connection, or give a "
+                         "local folder") from None
+
+
+def find_weight_files(folder: Path) -> list[Path]:
+    """model.safetensors, or the shards that model.safetensors.index.json lists."""
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        return [folder / "model.safetensors"]
+    weight_map = files.read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(type(v) is str for v in weight_map.values()):
+        raise ValueError(f"{index}: expected a weight_map of tensor names to file names")
+    names = sorted(set(weight_map.values()))
+    for name in names:
+        if Path(name).name != name or name in ("", "..") or "\0" in name:
+            raise ValueError(f"{index}: shard {name!r} is not the name of a file in this folder")
+    return [folder / name for name in names]
+
+
+def open_sentence_encoder(name: str, device: torch.device) -> Callable:
+    """-> a function from n texts to token states (n, T, D), ids (n, T) and mask (n, T)."""
+    from transformers import AutoModel, AutoTokenizer  # slow to import
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        model = AutoModel.from_pretrained(name, trust_remote_code=False, use_safetensors=True)
+        model.train(False).requires_grad_(False).to(device)
+        positions = getattr(model.config, "max_position_embeddings", 512)
+        limit = min(tokenizer.model_max_length, positions)
+
+        @torch.no_grad()
+        def read(texts: list[str]):
+            inputs = tokenizer(texts, padding=True, truncation=True, max_length=limit,
+                               return_tensors="pt").to(device)
+            states = []
+            for i in range(0, len(texts), SENTENCES_AT_ONCE):
+                part = {key: value[i:i + SENTENCES_AT_ONCE] for key, value in inputs.items()}
+                states.append(model(**part).last_hidden_state)
+            return torch.cat(states), inputs["input_ids"], inputs["attention_mask"].bool()
+
+        read(["one", "one text and another"])  # does it pad?
+        return read
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # transformers raises whatever its readers raise
+        raise ValueError(f"--encoder {name} cannot be used ({type(error).__name__}): expected a folder "
+                         "or hub id of a sentence encoder") from None

@@ -1,0 +1,83 @@
+"""Learned weights (paper, Section 3.5: the coefficients are "meta-learned"): the lambdas by meta-gradient.
+
+With a plain gradient step theta' = theta - eta (g_ext + alpha (lambda_SS g_SS + lambda_SuS g_SuS)), where
+g_i is the gradient of the policy loss with advantages from reward part i alone, the extrinsic loss on
+the *next* batch changes by
+
+    d L_ext(theta') / d lambda_i  =  - eta alpha < g_ext(next batch), g_i(this batch) >
+
+so a part whose gradient agrees with what the task asks for next gains weight (LIRPG, Zheng et al. 2018,
+for one step). The paper does not say how it meta-learns. Two liberties: the adapters are really updated
+by AdamW, so this is the gradient of a step that is not quite taken; and the inner product is a cosine,
+so that the step size does not depend on the scale of the gradients. The weights are softplus(raw), hence
+positive. It costs three extra backward passes every EVERY steps.
+"""
+from dataclasses import replace
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+import grpo
+import lora
+import reward
+from support.config import Config
+
+LEARNING_RATE = 0.1
+EVERY = 10  # steps between updates of the weights
+
+
+class LearnedLambdas(nn.Module):
+    def __init__(self, config: Config, parameters: int):
+        super().__init__()
+        values = torch.tensor([config.lambda_ss, config.lambda_sus])
+        values = values.clamp(min=1e-3)  # softplus never reaches zero
+        self.register_buffer("raw", values + (-(-values).expm1()).log())  # inverse softplus
+        self.register_buffer("pending", torch.zeros(2, parameters))  # gradient of each part
+        self.register_buffer("is_pending", torch.zeros(1, dtype=torch.bool))
+
+    def apply_to(self, config: Config) -> Config:
+        """The config with the learned weights in place of its own."""
+        ss, sus = F.softplus(self.raw).tolist()
+        return replace(config, lambda_ss=ss, lambda_sus=sus)
+
+    def step(self, model, prompts: list, rollout, signals: reward.Signals, rewards: Tensor,
+             config: Config, step: int) -> None:
+        """On one batch remember what each part of the bonus pulls at; on the next ask the task."""
+        def gradient(advantages: Tensor) -> Tensor:
+            return policy_gradient(model, prompts, rollout, advantages, config)
+
+        if self.is_pending:
+            self.learn(gradient(grpo.group_advantages(signals.correct, config.normalise)))
+        elif step % EVERY == 0:
+            gate = reward.gate(signals.correct, config.gate)
+            for number, part in enumerate(reward.paid_parts(signals, config)):
+                self.pending[number] = gradient(part_advantages(part * gate, rewards, config))
+            self.is_pending.fill_(True)
+
+    def learn(self, extrinsic: Tensor) -> None:
+        """extrinsic (n,): the gradient of the task's own loss on the batch after the remembered one."""
+        agreement = F.cosine_similarity(self.pending, extrinsic[None], dim=1)  # (2,)
+        if agreement.isfinite().all():  # one bad batch must not spoil the weights for good
+            self.raw += LEARNING_RATE * agreement * self.raw.sigmoid()
+        self.is_pending.fill_(False)
+
+
+def part_advantages(part: Tensor, rewards: Tensor, config: Config) -> Tensor:
+    """What one part (B, G) contributes to the advantages of the whole rewards."""
+    centred = part - part.mean(1, keepdim=True)
+    if config.normalise == "std":
+        centred = centred / (rewards.std(1, keepdim=True) + 1e-4)
+    equal = rewards.amax(1, keepdim=True) == rewards.amin(1, keepdim=True)
+    return centred.masked_fill(equal, 0.0)
+
+
+def policy_gradient(model, prompts: list, rollout, advantages: Tensor, config: Config) -> Tensor:
+    """The adapters' gradient (n,) of the policy loss for these advantages; leaves none behind."""
+    adapters = lora.parameters(model).values()
+    model.zero_grad()
+    grpo.accumulate_gradient(model, prompts, rollout, advantages, replace(config, kl=0.0))
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in adapters]
+    model.zero_grad()
+    return torch.cat([gradient.flatten() for gradient in gradients])
