@@ -1,7 +1,7 @@
 """Problems: a prompt and a judge.
 
 A problem is any object with
-    prompt: str                           what the model reads; without a chat template, as it stands
+    prompt: str                           what the model reads, if it has no chat template
     judge(response) -> float              1.0 for a correct response, else 0.0
 and, where it has them,
     question, instruction: str            what a chat model is asked, and how it should answer
@@ -10,9 +10,10 @@ and, where it has them,
 
 Countdown is built in: combine every given number once, with + - *, to reach a target.
     use 3,8,5 to make 19:   ->   8*3=24;24-5=19
-Most problems can be solved in several ways and the checker knows them, so one can watch a policy lose
-its strategies. Word problems come from GSM8K or from JSONL files and are judged by the number that the
-response ends on (support/answers.py). A task of your own is one function, `--data my_file:my_function`.
+Most problems can be solved in several ways and the checker knows them, so one can watch a policy
+lose its strategies. Word problems come from GSM8K or from JSONL files and are judged by the number
+that the response ends on (support/answers.py). A task of your own is one function, `--data
+my_file:my_function`.
 """
 import hashlib
 import importlib
@@ -105,8 +106,8 @@ def random_play(numbers: tuple[int, ...], rng: random.Random,
 def random_problem(size: int, rng: random.Random) -> Countdown:
     """The target is where a random play that prefers + ends.
 
-    Adding all numbers solves one problem in three, more than any other strategy does, which tempts a
-    policy to do nothing else.
+    Adding all numbers solves one problem in three, more than any other strategy does, which tempts
+    a policy to do nothing else.
     """
     numbers = tuple(rng.randint(1, LARGEST_NUMBER) for _ in range(size))
     return Countdown(numbers, random_play(numbers, rng, "+++--**")[1])
@@ -118,8 +119,8 @@ def split_of(key: str) -> str:
 
 
 def countdown(split: str, count: int, seed: int, size: int) -> list[Countdown]:
-    """Solvable problems of one split. Common ones repeat in training; elsewhere all are different, and
-    there are only as many as 10,000 draws in a row can find."""
+    """Solvable problems of one split. Common ones repeat in training; elsewhere all are different,
+    and there are only as many as 10,000 draws in a row can find."""
     rng = random.Random(f"countdown {split} {size} {seed}")
     problems, seen, misses = [], set(), 0
     while len(problems) < (count or COUNTDOWN_TRAINING) and misses < 10_000:
@@ -163,8 +164,8 @@ def make_question(record: dict, where: str) -> Question:
     elif type(answer) in (int, float) and abs(answer) < 1e100:
         value = Fraction(str(answer))
     if value is None:
-        raise ValueError(f"{where}: its answer is {str(answer)[:60]!r}, expected a number or a solution "
-                         "that ends on one; other answers need a judge of their own (README)")
+        raise ValueError(f"{where}: its answer is {str(answer)[:60]!r}, expected a number or a "
+                         "solution that ends on one; other answers need their own judge (README)")
     return Question(question.strip(), value)
 
 
@@ -190,7 +191,7 @@ def load_questions(path: Path, split: str) -> list[Question]:
     for file in sorted(path.glob("*.jsonl")):
         splits = set(re.split("[^a-z]+", file.stem.lower())) & set(SPLITS)
         if len(splits) > 1:
-            raise ValueError(f"{file} names more than one split: expected train, validation or test")
+            raise ValueError(f"{file} names more than one split of train, validation and test")
         if split in splits:
             problems += read_questions(file)
     return problems
@@ -199,14 +200,14 @@ def load_questions(path: Path, split: str) -> list[Question]:
 def gsm8k(split: str) -> list[Question]:
     """GSM8K (Cobbe et al. 2021) through `datasets`."""
     if split == "validation":
-        raise ValueError("gsm8k has no validation split: use test, or a folder with files of your own")
+        raise ValueError("gsm8k has no validation split: use test, or a folder of your own files")
     try:
         import datasets  # slow to import, and needed for the hub only
         rows = datasets.load_dataset("openai/gsm8k", "main", split=split)
     except Exception as error:  # the hub's client raises dozens of types
-        raise ValueError(f"gsm8k cannot be downloaded or found in the cache ({type(error).__name__}): "
-                         "check the connection, or give a folder with train.jsonl and test.jsonl"
-                         ) from None
+        why = type(error).__name__
+        raise ValueError(f"gsm8k cannot be downloaded or found in the cache ({why}): check the "
+                         "connection, or give a folder with train.jsonl and test.jsonl") from None
     return [make_question(row, f"gsm8k {split}, row {number}") for number, row in enumerate(rows)]
 
 
@@ -227,13 +228,13 @@ def find_task(name: str):
 
 
 def load(name: str, split: str, count: int = 0, seed: int = 0) -> list:
-    """At most `count` problems of a task's train, validation or test split, 0 for all (of Countdown's
-    endless training problems 3,000); the same ones for the same seed."""
+    """At most `count` problems of a task's train, validation or test split, 0 for all (of
+    Countdown's endless training problems 3,000); the same ones for the same seed."""
     if name in COUNTDOWN:
         return countdown(split, count, seed, COUNTDOWN[name])
     problems = list(find_task(name)(split))
     if not problems:
-        raise ValueError(f"{name} has no problem in its {split} split: a folder needs a file such as "
-                         f"{split}.jsonl, a single file is divided by a hash of its questions")
+        raise ValueError(f"{name} has no {split} problems: a folder needs a file {split}.jsonl, a "
+                         "single file is divided by a hash of its questions")
     random.Random(f"{split} {seed}").shuffle(problems)
     return problems[:count or None]

@@ -1,16 +1,18 @@
-"""Group Relative Policy Optimization (Shao et al. 2024): advantages inside groups, a clipped policy loss.
+"""Group Relative Policy Optimization (Shao et al. 2024): advantages in groups, a clipped loss.
 
-    A_i      = (r_i - mean(r)) / std(r)        over the G responses to one problem; /std(r) is optional
+    A_i      = (r_i - mean(r)) / std(r)        over the G responses to one problem
     ratio_t  = pi(o_t) / pi_old(o_t)
     loss     = mean_t [ kl * k3_t - min(ratio_t A, clip(ratio_t, 1 - 0.2, 1 + 0.2) A) ]
     k3_t     = exp(ref_t - logp_t) - (ref_t - logp_t) - 1
 
-k3 (Schulman 2020) is an unbiased, non-negative estimate of KL(pi || ref). Its gradient under samples of
-pi is that of KL(ref || pi): it pulls the policy towards everything that the base model does.
+k3 (Schulman 2020) is an unbiased, non-negative estimate of KL(pi || ref). Its gradient under
+samples of pi is that of KL(ref || pi): it pulls the policy towards everything that the base model
+does.
 
-Departures from the original: the advantage is not divided by std(r) by default (Dr. GRPO, Liu et al.
-2025), and every token of the batch weighs the same (DAPO, Yu et al. 2025). The weights are fixed for the
-whole batch before it is cut into micro-batches, so the gradient does not depend on the cut.
+Departures from the original: the advantage is not divided by std(r) by default (Dr. GRPO, Liu et
+al. 2025), and every token of the batch weighs the same (DAPO, Yu et al. 2025). The weights are
+fixed for the whole batch before it is cut into micro-batches, so the gradient does not depend on
+the cut.
 """
 import torch
 from torch import Tensor
@@ -39,8 +41,8 @@ def score(model: Transformer, prompts: list[list[int]], ids: Tensor, mask: Tenso
           temperature: float) -> Tensor:
     """Log-probabilities (N, T) of the responses `ids`, zero outside mask (N, T).
 
-    N = len(prompts) * samples. Each prompt goes through the model once and all its responses attend to
-    it: P + G * T tokens per group instead of G * (P + T), with equal values and gradients.
+    N = len(prompts) * samples. Each prompt goes through the model once and all its responses attend
+    to it: P + G * T tokens per group instead of G * (P + T), with equal values and gradients.
     """
     samples = len(ids) // len(prompts)
     prefix = SharedPrefix(samples)
@@ -61,8 +63,8 @@ def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
     return difference.exp() - difference - 1
 
 
-def policy_loss(logprobs: Tensor, old: Tensor, reference: Tensor, advantages: Tensor, weights: Tensor,
-                kl: float) -> tuple[Tensor, Tensor]:
+def policy_loss(logprobs: Tensor, old: Tensor, reference: Tensor, advantages: Tensor,
+                weights: Tensor, kl: float) -> tuple[Tensor, Tensor]:
     """The loss, and where the clip took effect (N, T). All arguments (N, T), advantages (N, 1)."""
     ratio = (logprobs - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     unclipped = ratio * advantages
@@ -91,8 +93,9 @@ def accumulate_gradient(model: Transformer, prompts: list[list[int]], rollout: R
                         old: Tensor | None = None) -> dict[str, float]:
     """Add the batch's policy gradient, of all ranks together, to the adapters -> metrics.
 
-    advantages (B, G); reference, old (N, T). Without `old` the policy has not moved since it sampled:
-    the ratio is exactly 1 and only carries the gradient. Without `reference` there is no KL term.
+    advantages (B, G); reference, old (N, T). Without `old` the policy has not moved since it
+    sampled: the ratio is exactly 1 and only carries the gradient. Without `reference` there is no
+    KL term.
     """
     samples, size, mask = advantages.shape[1], config.micro_batch, rollout.mask()
     tokens = int(parallel.gather(rollout.lengths).sum())
@@ -117,5 +120,5 @@ def accumulate_gradient(model: Transformer, prompts: list[list[int]], rollout: R
         metrics["loss"] += loss.item()
         metrics["kl"] += (k3(current, base) * weight).sum().item()
         metrics["clip_share"] += (clipped * weight).sum().item()
-    parallel.sum_gradients(lora.parameters(model).values())
+    parallel.sum_gradients(list(lora.parameters(model).values()))
     return parallel.total(metrics)

@@ -1,11 +1,11 @@
 """Low-rank adapters (LoRA, Hu et al. 2021): the only weights that the policy learns.
 
-    y = W x + b + (alpha / rank) B A x        A (rank, in) random, B (out, rank) zero, W and b frozen
+    y = W x + b + (alpha / rank) B A x      A (rank, in) random, B (out, rank) zero, W, b frozen
 
-Because B starts at zero, a fresh adapter changes nothing: the model with its adapters disabled *is* the
-reference policy, and no second copy is kept. A and B stay in fp32 whatever the base's dtype: with a
-learning rate of 1e-5, a bf16 adapter would round most of its updates away. Adapters are saved and
-loaded in PEFT's format (adapter_config.json, adapter_model.safetensors).
+Because B starts at zero, a fresh adapter changes nothing: the model with its adapters disabled *is*
+the reference policy, and no second copy is kept. A and B stay in fp32 whatever the base's dtype:
+with a learning rate of 1e-5, a bf16 adapter would round most of its updates away. Adapters are
+saved and loaded in PEFT's format (adapter_config.json, adapter_model.safetensors).
 """
 import math
 from contextlib import contextmanager
@@ -50,7 +50,8 @@ class LoRALinear(nn.Linear):
 
 
 def layers(model: nn.Module) -> dict[str, LoRALinear]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, LoRALinear)}
+    return {name: module for name, module in model.named_modules()
+            if isinstance(module, LoRALinear)}
 
 
 def parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -96,7 +97,7 @@ def merge(layer: nn.Linear) -> Tensor:
 
 @contextmanager
 def merged(model: nn.Module):
-    """Inside, every W is W + scale * B A. The original tensors are set aside and put back unchanged."""
+    """Inside, every W is W + scale * B A. The originals are set aside and put back unchanged."""
     adapted = layers(model).values()
     originals = [layer.weight for layer in adapted]
     try:
@@ -140,8 +141,8 @@ def load(model: Transformer, folder: str | Path) -> Transformer:
     rank, alpha = config.get("r"), config.get("lora_alpha")
     numbers = type(rank) is int and type(alpha) in (int, float)
     if not numbers or not (0 < rank <= 2 ** 14 and 0 < alpha < 1e9):
-        raise ValueError(f"{where}: r is {rank!r} and lora_alpha {alpha!r}, expected positive numbers, "
-                         f"r at most {2 ** 14}")
+        raise ValueError(f"{where}: r is {rank!r} and lora_alpha {alpha!r}, expected positive "
+                         f"numbers, r at most {2 ** 14}")
     if not layers(model):
         targets = {part for key in tensors for part in key.split(".") if part in TARGETS}
         if not targets:

@@ -5,13 +5,15 @@
     x = x + mlp(norm(x))                both lines once per layer
     logits = head(norm(x))
 
-Modules carry Hugging Face's names, so a checkpoint's tensors go straight to the parameters they name
-and adapters are saved under the names that PEFT expects. The families differ in three switches: a bias
-on the projections, a norm on queries and keys, and whether the head shares the embedding's weight.
+Modules carry Hugging Face's names, so a checkpoint's tensors go straight to the parameters they
+name and adapters are saved under the names that PEFT expects. The families differ in three
+switches: a bias on the projections, a norm on queries and keys, and whether the head shares the
+embedding's weight.
 
-Batches are padded on the left. Row b's text begins at slot start[b]: slot i has position i - start and
-sees slot j when start <= j <= i. The same rule serves whole sequences and responses that continue a
-prompt. Everything here is written as in a textbook; support/fast.py has faster twins of these modules.
+Batches are padded on the left. Row b's text begins at slot start[b]: slot i has position i - start
+and sees slot j when start <= j <= i. The same rule serves whole sequences and responses that
+continue a prompt. Everything here is written as in a textbook; support/fast.py has faster twins of
+these modules.
 """
 import math
 from pathlib import Path
@@ -41,13 +43,13 @@ class RMSNorm(nn.Module):
 
 
 def rotary_frequencies(config: ModelConfig) -> Tensor:
-    """theta^(-2i/d), (d/2,). Llama 3 stretches the wavelengths that its first training never completed."""
+    """theta^(-2i/d), (d/2,). Llama 3 stretches the long wavelengths."""
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu")
     frequencies = 1.0 / config.rope_theta ** (exponents / config.head_dim)
     if config.rope_llama3:
         factor, low, high, context = config.rope_llama3
         turns = context * frequencies / (2 * math.pi)
-        keep = ((turns - low) / (high - low)).clamp(0, 1)  # 1: fast, kept; 0: slow, divided by factor
+        keep = ((turns - low) / (high - low)).clamp(0, 1)  # 1: kept; 0: divided by factor
         frequencies = keep * frequencies + (1 - keep) * frequencies / factor
     return frequencies
 
@@ -62,7 +64,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """softmax(q k / sqrt(d)) v for each head; several query heads may share a key and a value head."""
+    """softmax(q k / sqrt(d)) v for each head; several query heads may share a key head."""
     rotate = staticmethod(rotate)
 
     def __init__(self, config: ModelConfig, layer: int):
@@ -94,7 +96,8 @@ class Attention(nn.Module):
         if prefix is not None:
             k, v = prefix.extend(self.layer, k, v, offset)  # (B, kv_heads, offset + T, d)
         causal = mask is None and x.shape[1] > 1
-        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=self.shared_kv)
+        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal,
+                                           enable_gqa=self.shared_kv)
         return self.o_proj(y.transpose(1, 2).flatten(2))
 
 
@@ -166,7 +169,7 @@ class Transformer(nn.Module):
         if not config.tied:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.frequencies = rotary_frequencies(config)
-        self.recompute = False  # gradient checkpointing: keep each layer's input, run the layer again
+        self.recompute = False  # gradient checkpointing: keep each layer's input, run it again
 
     @property
     def head(self) -> Tensor:
@@ -229,21 +232,15 @@ class Transformer(nn.Module):
                                        str(folder / "config.json"))
         with torch.device("meta"):  # no memory until the real tensors arrive
             model = cls(config)
-        missing = {checkpoint_name(name): name for name, _ in model.named_parameters()}
-        for file in hub.find_weight_files(folder):
-            for key, tensor in files.read_tensors(file, missing).items():
-                name = missing.pop(key)
-                expected = model.get_parameter(name).shape
-                if tensor.shape != expected or not tensor.is_floating_point():
-                    raise ValueError(
-                        f"{file}: tensor {key} is {tensor.dtype} of shape {tuple(tensor.shape)}, "
-                        f"expected floating point of shape {tuple(expected)}")
-                owner, _, leaf = name.rpartition(".")
-                parameter = nn.Parameter(tensor.to(device, dtype), requires_grad=False)
-                setattr(model.get_submodule(owner), leaf, parameter)
-        if missing:
-            raise ValueError(f"{folder}: {len(missing)} tensors are missing from its safetensors "
-                             f"files, the first is {min(missing)}")
+        names = {checkpoint_name(name): name for name, _ in model.named_parameters()}
+        for key, tensor in hub.read_weights(folder, names.keys()):
+            owner, _, leaf = names[key].rpartition(".")
+            expected = model.get_parameter(names[key]).shape
+            if tensor.shape != expected or not tensor.is_floating_point():
+                raise ValueError(f"{folder}: tensor {key} is {tensor.dtype} {tuple(tensor.shape)}, "
+                                 f"expected floating point {tuple(expected)}")
+            parameter = nn.Parameter(tensor.to(device, dtype), requires_grad=False)
+            setattr(model.get_submodule(owner), leaf, parameter)
         return model
 
     def save_pretrained(self, folder: str | Path) -> None:

@@ -5,12 +5,12 @@
 
 The paper's text and its Algorithm 1 disagree about SS and SuS, so both readings are here:
 
-                 --reading algorithm                     --reading equations
-    SS           1 - cos(E(query), PSE(response))        cos(E(query), E(query and response))    Eq. 2
-    SuS          |c - P(query)|                          |M(s, a) - s'| * (1 - SS)               Eq. 3
+                 --reading algorithm                    --reading equations
+    SS           1 - cos(E(query), PSE(response))       cos(E(query), E(query, response))   Eq. 2
+    SuS          |c - P(query)|                         |M(s, a) - s'| * (1 - SS)           Eq. 3
 
-METHODS maps each name of --method to a function (signals, config) -> r_int (B, G). Your own reward needs
-no change here: `--method my_file:my_function` works too. Advantages are computed from r by
+METHODS maps each name of --method to a function (signals, config) -> r_int (B, G). Your own reward
+needs no change here: `--method my_file:my_function` works too. Advantages are computed from r by
 grpo.group_advantages. Nothing here carries a gradient or looks at true strategies.
 """
 import importlib
@@ -79,8 +79,8 @@ def mean_success_surprise(correct: Tensor, success: Tensor) -> float:
     """The mean SuS of the batch's correct responses, which --sus-baseline batch subtracts.
 
     As long as P knows nothing, every success surprises alike, and paying all of them only speeds up
-    whatever the policy does already. Groups that are all right count, although the gate `mixed` pays
-    them nothing: they are what the policy is known to solve.
+    whatever the policy does already. Groups that are all right count, although the gate `mixed`
+    pays them nothing: they are what the policy is known to solve.
     """
     surprise = success_surprise(correct, success)
     return ((surprise * correct).sum() / correct.sum().clamp(min=1)).item()
@@ -146,8 +146,7 @@ def find_method(name: str) -> Method:
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"--method {name} cannot be imported: {error}") from None
     if method is None or not callable(method):
-        raise ValueError(f"--method {name}: expected {', '.join(METHODS)}, or module:function, such as "
-                         "experiments.rewards:rnd")
+        raise ValueError(f"--method {name}: expected {', '.join(METHODS)}, or module:function")
     return method
 
 

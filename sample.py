@@ -1,11 +1,11 @@
-"""Sampling: several responses to each of several prompts, from the distribution that training scores.
+"""Sampling: several responses to each prompt, from the distribution that training scores.
 
 Each prompt is read once, and its keys and values are shared by its responses. There is no top-k, no
 top-p and no repetition penalty, neither here nor from a model's generation_config.json, so the
 log-probability kept for each token is the one that grpo.score recomputes (up to rounding).
 
-Random numbers: one uniform number per row and step, drawn for all rows beforehand. A response depends on
-the seed and on its own row, not on when its neighbours finish.
+Random numbers: one uniform number per row and step, drawn for all rows beforehand. A response
+depends on the seed and on its own row, not on when its neighbours finish.
 
 Policy is a model with its tokenizer: it turns problems into token ids and token ids into text.
 """
@@ -16,13 +16,10 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AutoTokenizer
 
 from model import SharedPrefix, Transformer
-from support import files
+from support import hub
 from support.config import Config
-
-TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 @dataclass
@@ -34,7 +31,7 @@ class Rollout:
     finished: Tensor  # (N,) False where max_new_tokens cut the response off
 
     def mask(self) -> Tensor:
-        """(N, T), True on response tokens; from the lengths, since any id may occur in a response."""
+        """(N, T), True on response tokens; from the lengths, since any id may occur inside."""
         return torch.arange(self.ids.shape[1], device=self.ids.device) < self.lengths[:, None]
 
 
@@ -73,12 +70,12 @@ def sample_token(logits: Tensor, temperature: float, uniform: Tensor) -> tuple[T
 
 def require_finite(total: Tensor) -> None:
     if not total.isfinite().all():
-        raise FloatingPointError("the model's logits are not finite: its weights may be damaged, or "
-                                 "the learning rate too high")
+        raise FloatingPointError("the model's logits are not finite: its weights may be damaged, or"
+                                 " the learning rate too high")
 
 
 class Decoder:
-    """The next token's logits, by reading the whole response again. support/fast.py has a faster one."""
+    """The next token's logits, by reading the whole response again (slow: support/decoder.py)."""
     sample_token = staticmethod(sample_token)
 
     def __init__(self, model: Transformer, prompts: list[list[int]], samples: int, room: int):
@@ -100,7 +97,7 @@ class Decoder:
 
 def generate(model: Transformer, prompts: list[list[int]], samples: int, max_new_tokens: int,
              temperature: float, eos_ids: tuple[int, ...], generator: torch.Generator) -> Rollout:
-    """Sample `samples` responses of at most max_new_tokens to each prompt. The generator is a CPU's."""
+    """Sample `samples` responses of at most max_new_tokens to each prompt."""
     check_request(model, prompts, max_new_tokens)
     device = model.device
     N, T = len(prompts) * samples, max_new_tokens
@@ -191,11 +188,11 @@ class Policy:
             return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True,
                                                       return_dict=False)
         except Exception as error:  # a template may refuse, and raises what it likes
-            raise ValueError(f"the tokenizer's chat template fails ({type(error).__name__}: {error}): "
-                             "use --prompt plain, or leave out --system") from None
+            raise ValueError(f"the chat template fails ({type(error).__name__}: {error}): use "
+                             "--prompt plain, or leave out --system") from None
 
     def decode(self, rollout: Rollout) -> list[str]:
-        """Text without the end token; everything else that was sampled stays, for the judge to see."""
+        """Text without the end token; the judge sees everything else that was sampled."""
         kept = (rollout.lengths - rollout.finished.long()).tolist()
         rows = [ids[:length] for ids, length in zip(rollout.ids.tolist(), kept)]
         return self.tokenizer.batch_decode(rows)
@@ -203,46 +200,16 @@ class Policy:
 
 def open_policy(folder: Path, config: Config) -> Policy:
     """The model and the tokenizer of a Hugging Face folder."""
-    device, dtype = find_device(config.device), config.dtype
+    device, dtype = hub.find_device(config.device), config.dtype
     if dtype == "auto":
         dtype = "bfloat16" if device == "cuda" else "float32"
     model = Transformer.from_pretrained(folder, getattr(torch, dtype), device)
-    if not any((folder / file).exists() for file in TOKENIZERS):
-        raise ValueError(f"{folder} has no tokenizer.json: a model folder holds its tokenizer too")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # transformers raises whatever its readers raise
-        raise ValueError(f"{folder}: its tokenizer cannot be read ({type(error).__name__}: "
-                         f"{error})") from None
+    tokenizer = hub.open_tokenizer(folder)
     if config.prompt == "chat" and not tokenizer.chat_template:
-        raise ValueError(f"--prompt chat: {folder} has no chat template; use --prompt plain or auto")
-    eos_ids = find_eos_ids(folder, tokenizer, model.config.vocab_size)
+        raise ValueError(f"--prompt chat: {folder} has no chat template; use plain or auto")
+    eos_ids = hub.find_eos_ids(folder, tokenizer, model.config.vocab_size)
     base = str(folder.absolute()) if config.model == "tiny" else config.model
     policy = Policy(model, tokenizer, eos_ids, config, base)
     if config.system and not policy.is_chat:
-        raise ValueError("--system needs a chat: leave it out, or use --prompt chat and a model with a "
-                         "chat template")
+        raise ValueError("--system needs a chat: leave it out, or use a model with a chat template")
     return policy
-
-
-def find_device(name: str) -> str:
-    if name == "auto":
-        available = [kind for kind in ("cuda", "mps") if getattr(torch, kind).is_available()]
-        return available[0] if available else "cpu"
-    if name != "cpu" and not getattr(torch, name).is_available():
-        raise ValueError(f"device {name} is not available on this machine: use --device cpu or auto")
-    return name
-
-
-def find_eos_ids(folder: Path, tokenizer, vocab_size: int) -> tuple[int, ...]:
-    """Every id that ends a response. Nothing else is taken from generation_config.json."""
-    ids = [tokenizer.eos_token_id]
-    for name in ("config.json", "generation_config.json"):
-        if (folder / name).exists():
-            value = files.read_json(folder / name).get("eos_token_id")
-            ids += value if isinstance(value, list) else [value]
-    known = sorted({i for i in ids if type(i) is int and 0 <= i < vocab_size})
-    if not known:
-        raise ValueError(f"{folder}: no end token, neither in its tokenizer nor as eos_token_id in its "
-                         "config.json")
-    return tuple(known)

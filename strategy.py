@@ -1,22 +1,22 @@
-"""Strategy networks (paper, Sections 3.2 and 3.6): what kind of response is this, was it to be expected?
+"""Strategy networks (paper, Sections 3.2 and 3.6): which strategy is this, was it expected?
 
     z = E(x)      the strategy head: three linear layers, LayerNorm and ReLU between, to unit length
     PSE           the momentum head, an exponential average of E: the stable target
-    P(query)      the probability of success                                     binary cross-entropy
+    P(query)      the probability of success
     M(s, a)       the next state from the state and the action, only with --reading equations
 
-x is the mean over tokens of a frozen encoder's states, standardised by running statistics. The encoder
-is the policy's own base model after the attention of its first layer (in higher layers the problem's
-numbers hide the strategy), or a sentence encoder as in the paper.
+x is the mean over tokens of a frozen encoder's states, standardised by running statistics. The
+encoder is the policy's own base model after the attention of its first layer (in higher layers the
+problem's numbers hide the strategy), or a sentence encoder as in the paper.
 
-What E learns. Two views of one response, each the mean of a random half of its tokens, belong together
-(InfoNCE); negatives are the *other responses to the same query*. They share the problem's numbers, so
-only the way of solving tells them apart. E(query) is drawn towards PSE of the responses to that query:
-it becomes the expected strategy, and SS the distance of a response from it.
+What E learns. Two views of one response, each the mean of a random half of its tokens, belong
+together (InfoNCE); negatives are the *other responses to the same query*. They share the problem's
+numbers, so only the way of solving tells them apart. E(query) is drawn towards PSE of the responses
+to that query: it becomes the expected strategy, and SS the distance of a response from it.
 
-Two memories. What a policy does changes within steps, so E and M learn from the newest groups. What it
-can do changes slowly, so P learns from a long record of queries and outcomes. No gradient passes between
-these networks and the policy.
+Two memories. What a policy does changes within steps, so E and M learn from the newest groups. What
+it can do changes slowly, so P learns from a long record of queries and outcomes. No gradient passes
+between these networks and the policy.
 """
 from dataclasses import dataclass
 
@@ -60,7 +60,7 @@ class Features:
 
 
 def pool(states: Tensor, mask: Tensor) -> Tensor:
-    """states (n, T, D), mask (n, T) -> mean over the mask (n, D) in fp32; zero where it is empty."""
+    """states (n, T, D), mask (n, T) -> mean over the mask (n, D); zero where it is empty."""
     weights = mask.float()
     total = weights.sum(1, keepdim=True).clamp(min=1)
     return torch.einsum("ntd,nt->nd", states.float(), weights) / total
@@ -69,8 +69,8 @@ def pool(states: Tensor, mask: Tensor) -> Tensor:
 def random_halves(ids: Tensor, mask: Tensor, generator: torch.Generator) -> Tensor:
     """ids, mask (n, T) -> (n, 2, T): a random half of each row's tokens, and the other half.
 
-    All copies of a token fall into the same half, so what the halves share is no single number or word
-    but the way in which a response goes. A half that would be empty is the whole row.
+    All copies of a token fall into the same half, so what the halves share is no single number or
+    word but the way in which a response goes. A half that would be empty is the whole row.
     """
     kinds, kind = ids.unique(return_inverse=True)
     coin = torch.rand(len(ids), len(kinds), generator=generator).to(ids.device)
@@ -93,7 +93,7 @@ def pool_features(query_states: Tensor, query_mask: Tensor, states: Tensor, mask
 
 
 class BaseEncoder:
-    """The policy's own base model, adapters off: the states after the attention of its first layer."""
+    """The policy's own base model, adapters off: states after its first layer's attention."""
 
     def __init__(self, model: Transformer, micro_batch: int):
         self.model = model
@@ -157,7 +157,8 @@ def mlp(inputs: int, outputs: int) -> nn.Sequential:
                          nn.Linear(DIMENSION, outputs))
 
 
-def info_nce(anchors: Tensor, targets: Tensor, same: Tensor, negatives: str) -> tuple[Tensor, Tensor]:
+def info_nce(anchors: Tensor, targets: Tensor, same: Tensor,
+             negatives: str) -> tuple[Tensor, Tensor]:
     """anchors, targets (B, G, d) -> the loss, and the share of anchors nearest to their own target.
 
     A row's positive is its own target; its negatives are the group's other rows, or with negatives
@@ -253,7 +254,7 @@ class Strategist(Learner):
             mean_surprise=mean, predicted=predicted, state=state)
 
     def loss(self, groups: Features, queries: Tensor, correct: Tensor) -> tuple[Tensor, dict]:
-        """The strategy prediction loss, and its parts. P learns from queries (n, D), correct (n, G)."""
+        """The strategy prediction loss and its parts. P learns from queries and correct (n, G)."""
         # E: two views of one response belong together, other responses to the same query do not.
         response = groups.response
         same = (response[:, :, None] - response[:, None]).abs().amax(-1) < 1e-4  # (B, G, G)
@@ -273,7 +274,7 @@ class Strategist(Learner):
         losses = {"contrastive_loss": contrast, "contrastive_accuracy": accuracy,
                   "expectation_loss": expectation, "success_loss": success}
         if self.equations:
-            # M predicts the next state; E must also see the strategy in query and response together.
+            # M predicts the next state; E must also see the strategy in query and response.
             world = F.mse_loss(self.next_state(groups.query, response), self.both_norm(groups.both))
             together, _ = info_nce(self.achieved_together(groups.both), achieved, same, negatives)
             total = total + world + together
@@ -281,7 +282,7 @@ class Strategist(Learner):
         return total, {name: value.item() for name, value in losses.items()}
 
     def learn(self, updates: int, generator: torch.Generator) -> dict[str, float]:
-        """Take `updates` minibatches -> the last one's losses. P sees as many queries as E responses."""
+        """Take `updates` minibatches -> the last one's losses."""
         losses = {}
         for _ in range(updates):
             groups = Features(**self.recent.sample(BATCH, generator))

@@ -1,16 +1,16 @@
-"""Train a language model to reason with GRPO and an intrinsic reward, Strategy-aware Surprise (SuS).
+"""Train a language model with GRPO and an intrinsic reward, Strategy-aware Surprise (SuS).
 
     python train.py                         the tiny built-in model on Countdown, minutes on a CPU
     python train.py --method grpo           the same without an intrinsic reward
     python train.py --run runs/mine --steps 600 --kl 0.05
     python train.py --run runs/mine --resume        continue after Ctrl-C or a crash
 
-A step: sample responses, score them, add the intrinsic reward, turn rewards into advantages inside each
-group, update the adapters and then the strategy networks. Everything random is drawn from (seed, step),
-so a resumed run ends on the same bits as one that was never interrupted.
+A step: sample responses, score them, add the intrinsic reward, turn rewards into advantages inside
+each group, update the adapters and then the strategy networks. Everything random is drawn from
+(seed, step), so a resumed run ends on the same bits as one that was never interrupted.
 
-A run folder holds config.json, metrics.jsonl (one line per step), evaluations.jsonl, evaluation.json (the
-last one), samples.md, adapter/ in PEFT's format, and checkpoint/.
+A run folder holds config.json, metrics.jsonl (one line per step), evaluations.jsonl,
+evaluation.json (the last one), samples.md, adapter/ in PEFT's format, and checkpoint/.
 """
 import math
 from pathlib import Path
@@ -26,9 +26,10 @@ import lora
 import reward
 import sample
 import strategy
-from evaluate import Clustering, evaluate
+from evaluate import evaluate
 from sample import Rollout
 from support import budget, checkpoint, files, parallel, report, tiny
+from support.clustering import Clustering
 from support.config import Config, check_config, guard, parse, with_preset
 from support.fast import accelerate, reuse_memory
 from support.meta import LearnedLambdas
@@ -90,11 +91,11 @@ class Run:
         if parallel.is_leader():
             # The adapter first: it must never be older than the checkpoint.
             lora.save(self.model, self.folder / "adapter", self.policy.base)
-            (self.folder / "adapter" / "README.md").unlink(missing_ok=True)  # an older adapter's card
+            (self.folder / "adapter" / "README.md").unlink(missing_ok=True)  # an older card
             checkpoint.save(self.folder, self.step, self.learned(), self.model)
 
     def generator(self, use: str, number: int, shared: bool = True) -> torch.Generator:
-        """Random numbers for one use in one step or epoch; the same on all ranks, or each rank's own."""
+        """Random numbers for one use in one step or epoch, the same on all ranks if shared."""
         own = () if shared or parallel.is_leader() else (parallel.rank(),)
         return sample.seeded(self.config.seed, use, number, *own)
 
@@ -221,8 +222,8 @@ def update_policy(run: Run, prompts: list, rollout: Rollout, advantages: Tensor,
         group["lr"] = rate
     old = rollout.logprobs if config.epochs > 1 else None
     for _ in range(config.epochs):
-        metrics = grpo.accumulate_gradient(run.model, prompts, rollout, advantages, config, reference,
-                                           old)
+        metrics = grpo.accumulate_gradient(run.model, prompts, rollout, advantages, config,
+                                           reference, old)
         norm = nn.utils.clip_grad_norm_(run.adapters.values(), CLIP_GRADIENT).item()
         finite = math.isfinite(metrics["loss"]) and math.isfinite(norm)
         if finite:  # one bad batch must not spoil the adapters and the optimizer
@@ -249,14 +250,14 @@ def train(run: Run) -> None:
                 files.append_line(run.folder / "metrics.jsonl", report.only_finite(metrics))
             for log in loggers:
                 log(metrics)
-            bar.set_postfix(correct=f"{metrics['correct']:.2f}", entropy=f"{metrics['entropy']:.2f}",
-                            refresh=False)
+            shown = {name: f"{metrics[name]:.2f}" for name in ("correct", "entropy")}
+            bar.set_postfix(shown, refresh=False)
             bar.update()
             skipped = skipped + 1 if metrics["skipped"] else 0
             if skipped == MOST_SKIPPED:
                 raise FloatingPointError(
-                    f"the loss or its gradient was not finite in {MOST_SKIPPED} steps in a row: start "
-                    "a new run with a lower --learning-rate, --alpha or --kl")
+                    f"the loss or its gradient was not finite in {MOST_SKIPPED} steps in a row: "
+                    "start a new run with a lower --learning-rate, --alpha or --kl")
             if run.step % config.checkpoint_every == 0:
                 run.save()
                 saved = run.step

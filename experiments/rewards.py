@@ -1,8 +1,8 @@
 """Other intrinsic rewards, to compare with: `--method experiments.rewards:NAME`.
 
 A reward is a function (signals, config) -> r_int (B, G), or a class for one that has to remember
-something: a module that is made with (size of the features, config), called like such a function, and
-whose state_dict goes into the checkpoint. The gate, alpha and the logging are train.py's work.
+something: a module that is made with (size of the features, config), called like such a function,
+and whose state_dict goes into the checkpoint. The gate, alpha and the logging are train.py's work.
 
     novelty      distance to the group's other correct responses
     icm          Pathak et al. 2017: error of the forward model M; needs --reading equations
@@ -18,10 +18,10 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from evaluate import CLUSTERS, k_means, nearest, spread_centres
 from reward import Signals
 from strategy import DIMENSION, LEARNING_RATE, mlp
 from support import parallel
+from support.clustering import CLUSTERS, k_means, nearest, spread_centres
 from support.config import Config
 from support.memory import Learner, Standardise
 

@@ -1,14 +1,15 @@
-r"""Answers: the number that a solution ends on, for training, evaluation and reference solutions alike.
+r"""Answers: the number that a solution ends on.
 
-    #### 42     \boxed{42}     <answer>42</answer>     the answer is 42, answer: 42     else the last number
+    #### 42    \boxed{42}    <answer>42</answer>    the answer is 42, answer: 42    the last number
 
-The first of these forms that holds a number counts, and of several of one form the last. Inside it, what
-stands after an equals sign counts; #### must be followed by the number itself, since it is also a heading.
-Signs, thousands separators, currency, percent, decimals, fractions (3/4, 1 1/2, \frac{3}{4}), small
-exponents and units are understood. Numbers are compared as exact fractions: 0.5 equals 1/2.
+The first of these forms that holds a number counts, and of several of one form the last. Inside it,
+what stands after an equals sign counts; #### must be followed by the number itself, since it is
+also a heading. Signs, thousands separators, currency, percent, decimals, fractions (3/4, 1 1/2,
+\frac{3}{4}), small exponents and units are understood. Numbers are compared as exact fractions: 0.5
+equals 1/2.
 
-A text is scanned from left to right a fixed number of times, and a number of over a thousand digits is
-ignored, so hostile text costs no more time than any other of its length. Nothing is evaluated.
+A text is scanned from left to right a fixed number of times, and a number of over a thousand digits
+is ignored, so hostile text costs no more time than any other of its length. Nothing is evaluated.
 """
 import re
 from fractions import Fraction

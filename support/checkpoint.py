@@ -1,9 +1,9 @@
 """A run's folder: who may use it, and the checkpoints in it.
 
 A checkpoint is one safetensors file with all that the run has learned: adapter, optimizer, strategy
-networks with their memories, learned lambdas, the state of a reward. Its header has the step, the base
-model's fingerprint and the number of processes. Random numbers need no place in it: they are drawn from
-(seed, step). The last two checkpoints are kept.
+networks with their memories, learned lambdas, the state of a reward. Its header has the step, the
+base model's fingerprint and the number of processes. Random numbers need no place in it: they are
+drawn from (seed, step). The last two checkpoints are kept.
 """
 import hashlib
 import os
@@ -28,7 +28,7 @@ except ImportError:  # Windows: runs are not locked
 # What a resumed run may change: nothing that alters a step already taken.
 CHANGEABLE = {"run", "resume", "steps", "checkpoint_every", "device", "eval_every", "cache",
               "micro_batch", "recompute", "dry_run", "wandb", "tensorboard"}
-OWN_FILES = {"config.json", "lock"}  # what a run folder has before the first evaluation
+OWN_FILES = {"config.json", "lock"}  # what a run folder holds before the first evaluation
 DAMAGE = (KeyError, ValueError, RuntimeError, TypeError, AttributeError)
 
 
@@ -43,25 +43,24 @@ def settle(config: Config, given: set[str]) -> Config:
     """The settings of a new run, or of a resumed one as it was started. Writes nothing."""
     for name in ("model", "data", "encoder"):  # so that a run can be resumed from anywhere
         value = getattr(config, name)
-        if value and Path(value).exists() and value != "tiny":
+        if value and value != "tiny" and Path(value).exists():
             config = replace(config, **{name: str(Path(value).absolute())})
     if not config.resume:
         return config
-    if not config.run:
-        raise ValueError("--resume needs --run FOLDER, the run to continue")
-    saved = read_config(Path(config.run))
+    saved = read_config(Path(config.run)) if config.run else None
     if saved is None:
-        raise ValueError(f"--run {config.run} holds no run to resume: expected a folder that train.py "
-                         "has made")
+        raise ValueError(f"--resume needs --run FOLDER with a run that train.py has made: "
+                         f"{config.run or 'no folder was given'}")
     fixed, why = given - CHANGEABLE, ""
-    if "steps" in given and config.steps != saved.steps and saved.alpha_decay and saved.method != "grpo":
+    if "steps" in given and saved.alpha_decay and saved.method != "grpo":
         fixed |= {"steps"}
         why = " (alpha falls over --steps, so earlier steps depend on it)"
-    wrong = [f"--{name.replace('_', '-')} {getattr(config, name)} (the run has {getattr(saved, name)})"
-             for name in sorted(fixed) if getattr(config, name) != getattr(saved, name)]
+    changed = [name for name in sorted(fixed) if getattr(config, name) != getattr(saved, name)]
+    wrong = [f"--{name.replace('_', '-')} {getattr(config, name)} (the run: {getattr(saved, name)})"
+             for name in changed]
     if wrong:
-        raise ValueError(f"{config.run} was started with other settings: {', '.join(wrong)}. Leave them "
-                         f"out to resume{why}")
+        raise ValueError(f"{config.run} was started with other settings: {', '.join(wrong)}. Leave "
+                         f"them out to resume{why}")
     wishes = {name: getattr(config, name) for name in given & CHANGEABLE}
     return replace(saved, **{"wandb": False, "tensorboard": False, **wishes})
 
@@ -93,24 +92,24 @@ def run_folder(config: Config, given: set[str]):
 
 
 def is_untouched(folder: Path) -> bool:
-    return {file.name for file in folder.iterdir()} <= OWN_FILES
+    return folder.is_dir() and {file.name for file in folder.iterdir()} <= OWN_FILES
 
 
 def how_to_continue(config: Config) -> str:
     if is_untouched(Path(config.run)):
         return "Nothing was written."
-    launcher = "python"
-    if parallel.world() > 1:
-        launcher = f"torchrun --nproc-per-node {parallel.world()} --"
+    count = parallel.world()
+    launcher = "python" if count == 1 else f"torchrun --nproc-per-node {count} --"
     return f"To continue: {launcher} train.py --run {shlex.quote(config.run)} --resume"
 
 
 def claim(config: Config) -> Config:
     """Make the folder of a new run and write config.json; mkdir lets only one process win."""
     method, task = config.method.rpartition(":")[2], Path(config.data.rpartition(":")[2]).stem
-    name, number = f"runs/{method}-{task}-{config.seed}", 1
+    number = 1
     while True:
-        folder = Path(config.run or (name if number == 1 else f"{name}-{number}"))
+        name = f"runs/{method}-{task}-{config.seed}" + (f"-{number}" if number > 1 else "")
+        folder = Path(config.run or name)
         try:
             if config.run and folder.is_dir() and not any(folder.iterdir()):
                 folder.rmdir()  # an empty folder is as good as none
@@ -119,10 +118,8 @@ def claim(config: Config) -> Config:
         except FileExistsError:
             number += 1
             if config.run:
-                holds_run = (folder / "config.json").exists()
-                what = "already holds a run: add --resume to continue it, or" if holds_run else \
-                    "exists and is not an empty folder:"
-                raise ValueError(f"{config.run} {what} choose another --run") from None
+                raise ValueError(f"{config.run} exists: choose another --run, or add --resume if "
+                                 "it holds a run to continue") from None
     config = replace(config, run=str(folder), cache=str(Path(config.cache).absolute()))
     files.write_json(folder / "config.json", asdict(config))
     return config
@@ -132,14 +129,14 @@ def lock(folder: Path):
     """Keep other processes away from this run as long as the returned file is open."""
     if fcntl is None:
         return None
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
-    handle = os.fdopen(os.open(folder / "lock", flags, 0o666), "r+")
+    descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    handle = os.fdopen(descriptor, "r+")
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         handle.close()
-        raise ValueError(f"{folder} is being written by another process: wait for it to end, or choose "
-                         "another --run") from None
+        raise ValueError(f"{folder} is being written by another process: wait for it to end, or "
+                         "choose another --run") from None
     except OSError:  # a disk without locks
         pass
     return handle
@@ -163,7 +160,7 @@ def fingerprint(model: nn.Module) -> str:
 
 
 def find_step(folder: Path, model: nn.Module) -> int:
-    """The step of the newest readable checkpoint, which must have been trained on this base model."""
+    """The step of the newest readable checkpoint; refuses one that was trained on another base."""
     for file in reversed(find_checkpoints(folder)):
         try:
             header = files.read_header(file)
@@ -171,8 +168,8 @@ def find_step(folder: Path, model: nn.Module) -> int:
         except (KeyError, ValueError):  # `load` says what is wrong with it
             continue
         if base != fingerprint(model):
-            raise ValueError(f"{folder} was trained on a base model with other weights: put that one "
-                             "back (for tiny, --cache names its folder)")
+            raise ValueError(f"{folder} was trained on a base model with other weights: put that "
+                             "one back (for tiny, --cache names its folder)")
         return step
     lines = files.read_lines(folder / "metrics.jsonl")
     return lines[-1]["step"] if lines else 0
@@ -194,14 +191,13 @@ class Learned:
 
     @torch.no_grad()
     def restore(self, tensors: dict[str, Tensor]) -> None:
-        files.check_tensors(tensors, self.tensors(), "the file")
+        files.check_tensors(tensors, self.tensors(), "checkpoint")
         files.unpack_optimizer(self.optimizer, tensors["optimizer._extra_state"])
         for name, adapter in self.adapters.items():
             adapter.copy_(tensors[f"adapter.{name}"])
         for name, module in self.modules.items():
-            prefix = f"{name}."
-            module.load_state_dict({key.removeprefix(prefix): value for key, value in tensors.items()
-                                    if key.startswith(prefix)})
+            own = [key for key in tensors if key.startswith(f"{name}.")]
+            module.load_state_dict({key.removeprefix(f"{name}."): tensors[key] for key in own})
 
 
 def save(folder: Path, step: int, learned: Learned, model: nn.Module) -> None:
@@ -212,7 +208,7 @@ def save(folder: Path, step: int, learned: Learned, model: nn.Module) -> None:
 
 
 def load(folder: Path, learned: Learned, model: nn.Module) -> int:
-    """Restore the last good checkpoint and drop what came later -> its step, 0 if there is none yet."""
+    """Restore the last good checkpoint and drop what came later -> its step, 0 if there is none."""
     find_step(folder, model)  # refuses another base model
     step = restore_newest(folder, learned)
     if parallel.is_leader():
@@ -241,17 +237,15 @@ def restore_newest(folder: Path, learned: Learned) -> int:
                          "metrics.jsonl to start over")
     lines = files.read_lines(folder / "metrics.jsonl")
     if lines and lines[-1]["step"] > files.read_json(folder / "config.json")["checkpoint_every"]:
-        raise ValueError(f"{folder} has taken {lines[-1]['step']} steps and has no checkpoint to go on "
-                         "from: choose another --run, or remove its metrics.jsonl to start over in it")
+        raise ValueError(f"{folder} has taken {lines[-1]['step']} steps and has no checkpoint: "
+                         "choose another --run, or remove its metrics.jsonl to start over")
     return 0
 
 
 def drop_later(folder: Path, step: int) -> None:
-    """Remove half-written files, damaged checkpoints, and metrics of steps that will be repeated."""
-    for leftover in folder.rglob("*.tmp"):
-        leftover.unlink()
-    for file in find_checkpoints(folder):
-        if file > checkpoint_file(folder, step):
+    """Remove half-written files, damaged checkpoints, and metrics of steps to be repeated."""
+    for file in (*folder.rglob("*.tmp"), *find_checkpoints(folder)):
+        if file.suffix == ".tmp" or file.name > checkpoint_file(folder, step).name:
             file.unlink()
     for name in ("metrics.jsonl", "evaluations.jsonl"):
         lines = files.read_lines(folder / name)

@@ -1,9 +1,9 @@
-"""Every flag of a run, with its limits and its line in `python train.py --help`; presets; the command line.
+"""Every flag of a run, with its limits and its line in `train.py --help`; presets; the parser.
 
 A frozen dataclass becomes the flags, the manual and the checks of a script: each field is made by
-`flag`, and `parse` turns a command line into a config. A bad value ends the program with one line and
-exit code 2. `parse` also returns the names that were typed, so that a preset or a resumed run can tell
-a wish from a default. `guard` is the error wrapper of every command.
+`flag`, and `parse` turns a command line into a config. It also returns the names that were typed,
+so that a preset or a resumed run can tell a wish from a default. `guard` is every command's error
+wrapper.
 """
 import argparse
 import sys
@@ -14,11 +14,10 @@ import torch
 
 from support import parallel
 
-MEMORY_ADVICE = ("not enough memory: lower the number of problems, samples or new tokens, or, in "
-                 "training, --micro-batch; --recompute saves more, and train.py --dry-run says what a "
-                 "run needs")
 OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
-MEMORY_WORDS = ("can't allocate memory", "Storage size calculation overflowed", "Overflow when unpacking")
+MEMORY_WORDS = ("can't allocate memory", "Storage size calculation overflowed", "Overflow when unp")
+MEMORY_ADVICE = ("not enough memory: lower the number of problems, samples or new tokens, or, in "
+                 "training, --micro-batch; --recompute saves more; --dry-run says what a run needs")
 
 
 def flag(default, help: str, low=None, above=None, high=None, choices: tuple = (), group: str = ""):
@@ -26,8 +25,8 @@ def flag(default, help: str, low=None, above=None, high=None, choices: tuple = (
 
     `group` starts a new section of --help.
     """
-    return field(default=default, metadata={"help": help, "low": low, "above": above, "high": high,
-                                            "choices": choices, "group": group})
+    limits = {"low": low, "above": above, "high": high, "choices": choices}
+    return field(default=default, metadata={"help": help, "group": group, **limits})
 
 
 @dataclass(frozen=True)
@@ -46,15 +45,15 @@ class Config:
 
     model: str = flag("tiny", "a Hugging Face folder or hub id (Qwen2, Qwen3, Llama), or tiny",
                       group="The model")
-    dtype: str = flag("auto", "of the base weights; auto is bfloat16 on cuda, else float32; adapters "
-                      "are always float32", choices=("auto", "float32", "bfloat16"))
+    dtype: str = flag("auto", "of the base weights; auto is bfloat16 on cuda, else float32",
+                      choices=("auto", "float32", "bfloat16"))
     rank: int = flag(8, "LoRA rank", low=1, high=2 ** 14)
     cache: str = flag("cache", "folder for the tiny base model")
 
-    data: str = flag("countdown", "countdown, countdown4, gsm8k, or a JSONL file or folder with "
-                     "questions and answers", group="The problems")
-    prompt: str = flag("auto", "chat puts problems through the tokenizer's chat template, plain does "
-                       "not, auto does if there is one", choices=("auto", "plain", "chat"))
+    data: str = flag("countdown", "countdown, countdown4, gsm8k, a JSONL file or folder with "
+                     "questions and answers, or module:function", group="The problems")
+    prompt: str = flag("auto", "chat uses the tokenizer's chat template, plain does not, auto does "
+                       "if there is one", choices=("auto", "plain", "chat"))
     system: str = flag("", "system text of the chat")
     instruction: str = flag("", "how to answer, instead of the task's own words")
     problems: int = flag(32, "problems per step", low=1)
@@ -63,40 +62,38 @@ class Config:
     max_new_tokens: int = flag(32, "longest response", low=1)
 
     method: str = flag("sus", "what is rewarded beside correctness: sus, ss, surprise, perplexity, "
-                       "grpo, or module:function", group="The intrinsic reward")
+                       "grpo (nothing), or module:function", group="The intrinsic reward")
     alpha: float = flag(8.0, "scale of the intrinsic reward; the paper has 0.3", low=0)
-    alpha_decay: float = flag(1.0, "share of the run over which alpha falls linearly to zero; 0 keeps "
-                              "it constant", low=0, high=1)
-    gate: str = flag("mixed", "who may earn a bonus: correct responses, correct ones in groups that "
-                     "are partly right, or all", choices=("correct", "mixed", "none"))
-    reading: str = flag("algorithm", "SS and SuS as in the paper's Algorithm 1 or as in Eq. 2 and 3",
+    alpha_decay: float = flag(1.0, "share of the run over which alpha falls to zero; 0: constant",
+                              low=0, high=1)
+    gate: str = flag("mixed", "who may earn a bonus: correct responses, correct ones in groups "
+                     "that are partly right, or all", choices=("correct", "mixed", "none"))
+    reading: str = flag("algorithm", "SS and SuS as in the paper's Algorithm 1, or in Eq. 2 and 3",
                         choices=("algorithm", "equations"))
     lambda_ss: float = flag(1.0, "weight of SS", low=0)
     lambda_sus: float = flag(0.5, "weight of SuS", low=0)
-    sus_baseline: str = flag("batch", "what is subtracted from SuS: its mean over the batch's correct "
-                             "responses, or none, as in the paper", choices=("batch", "none"))
+    sus_baseline: str = flag("batch", "what is subtracted from SuS: its mean over the batch's "
+                             "correct responses, or nothing, as in the paper",
+                             choices=("batch", "none"))
     learn_lambdas: bool = flag(False, "learn both weights by meta-gradient, from these values on")
 
-    encoder: str = flag("", "sentence encoder (folder or hub id); empty takes the policy's own base "
-                        "model", group="The strategy networks")
-    negatives: str = flag("group", "contrast with the other responses to the same query, or with the "
-                          "whole batch", choices=("group", "batch"))
+    encoder: str = flag("", "sentence encoder (folder or hub id); empty: the policy's own base",
+                        group="The strategy networks")
+    negatives: str = flag("group", "contrast with other responses to the same query, or with all",
+                          choices=("group", "batch"))
     strategy_updates: int = flag(4, "minibatches per step", low=0)
-    strategy_warmup: int = flag(400, "minibatches before the first step, on the base policy's "
-                                "responses", low=0)
+    strategy_warmup: int = flag(400, "minibatches before the first step, on base responses", low=0)
 
-    normalise: str = flag("none", "advantage: reward minus group mean, divided by the group's standard "
+    normalise: str = flag("none", "advantage: reward minus group mean, divided by the group's "
                           "deviation or by nothing", choices=("std", "none"), group="The update")
-    kl: float = flag(0.03, "weight of the KL penalty to the base model; 0 also saves its forward pass",
-                     low=0)
+    kl: float = flag(0.03, "weight of the KL penalty to the base model; 0 saves a pass", low=0)
     learning_rate: float = flag(2e-3, "of AdamW on the adapters", above=0)
     epochs: int = flag(1, "updates on each batch of responses", low=1)
-    micro_batch: int = flag(32, "problems that go through the model at a time: lower it to save memory",
+    micro_batch: int = flag(32, "problems that go through the model at a time: less saves memory",
                             low=1)
-    recompute: bool = flag(False, "gradient checkpointing: much less memory for a third more time in "
-                           "the update")
+    recompute: bool = flag(False, "gradient checkpointing: much less memory, a third more time")
 
-    eval_every: int = flag(0, "steps between evaluations; 0 evaluates before and after only", low=0,
+    eval_every: int = flag(0, "steps between evaluations; 0: before and after only", low=0,
                            group="The evaluation")
     eval_split: str = flag("test", "problems to evaluate on: test to report, validation to tune",
                            choices=("test", "validation"))
@@ -104,18 +101,13 @@ class Config:
     eval_samples: int = flag(16, "responses to each", low=1)
 
 
-# The paper's Table 3, but for its lambda_SuS of 0.0, which the text contradicts. 3 epochs over 7,473
-# problems, 2 at a time and 4 times accumulated, are 2,802 updates on 8 problems.
+# The paper's Table 3, but for its lambda_SuS of 0.0, which the text contradicts. 3 epochs over
+# 7,473 problems, 2 at a time and 4 times accumulated, are 2,802 updates on 8 problems.
 PRESETS = {"none": {}, "paper": dict(
     model="Qwen/Qwen2.5-1.5B", data="gsm8k", prompt="plain", steps=2802, problems=8, micro_batch=1,
     samples=8, max_new_tokens=256, learning_rate=2e-5, rank=8, alpha=0.3, alpha_decay=0.0,
     lambda_ss=1.0, lambda_sus=0.5, sus_baseline="none", gate="correct", normalise="std", kl=0.04,
     strategy_warmup=0, eval_problems=200, eval_samples=8, eval_every=934, checkpoint_every=100)}
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str):
-        exit_with(f"{message} (--help explains every flag)")
 
 
 def exit_with(message) -> None:
@@ -147,24 +139,49 @@ def guard(how_to_continue=lambda: ""):
 
 def find_fault(value, kind: type, limits: dict) -> str | None:
     """What is wrong with a value, or None."""
-    low, above, high, choices = (limits[key] for key in ("low", "above", "high", "choices"))
     if type(value) is not kind and not (kind is float and type(value) is int):
         return f"{value!r} is not a {kind.__name__}"
     if kind is float and not abs(value) < 1e300:  # nor a whole number that no float can hold
         return f"{value} is not a finite number"
-    if choices and value not in choices:
-        return f"{value!r} is not one of {', '.join(choices)}"
-    if low is not None and value < low:
-        return f"{value} is too small, expected at least {low}"
-    if above is not None and value <= above:
-        return f"{value} is too small, expected more than {above}"
-    if high is not None and value > high:
-        return f"{value} is too large, expected at most {high}"
+    if limits["choices"] and value not in limits["choices"]:
+        return f"{value!r} is not one of {', '.join(limits['choices'])}"
+    if limits["low"] is not None and value < limits["low"]:
+        return f"{value} is too small, expected at least {limits['low']}"
+    if limits["above"] is not None and value <= limits["above"]:
+        return f"{value} is too small, expected more than {limits['above']}"
+    if limits["high"] is not None and value > limits["high"]:
+        return f"{value} is too large, expected at most {limits['high']}"
     return None
 
 
-def make_converter(kind: type, limits: dict):
-    """-> a function from a flag's text to its checked value."""
+def from_saved(config_class: type, saved: dict, where: str):
+    """A config from its JSON, held to the same limits as the flags."""
+    known = {each.name: each for each in fields(config_class)}
+    odd = sorted(saved.keys() ^ known.keys())
+    if odd:
+        raise ValueError(f"{where} was written by another version (see {', '.join(odd)})")
+    for name, value in saved.items():
+        fault = find_fault(value, type(known[name].default), known[name].metadata)
+        if fault:
+            raise ValueError(f"{where}: {name}: {fault}")
+    return config_class(**saved)
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        exit_with(f"{message} (--help explains every flag)")
+
+
+def add_flag(group, each, positional: str) -> None:
+    limits, kind, default = each.metadata, type(each.default), each.default
+    names = each.name if each.name == positional else "--" + each.name.replace("_", "-")
+    options = {"help": limits["help"].replace("%", "%%")}
+    if each.name != positional:
+        options["default"] = argparse.SUPPRESS
+    if kind is bool:
+        group.add_argument(names, action="store_true", **options)
+        return
+
     def convert(text: str):
         try:
             value = kind(text)
@@ -175,25 +192,17 @@ def make_converter(kind: type, limits: dict):
         if fault:
             raise argparse.ArgumentTypeError(fault)
         return value
-    return convert
 
-
-def from_saved(config_class: type, saved: dict, where: str):
-    """A config from its JSON, held to the same limits as the flags."""
-    known = {each.name: each for each in fields(config_class)}
-    odd = sorted(saved.keys() ^ known.keys())
-    if odd:
-        raise ValueError(f"{where} was written by another version of train.py (see {', '.join(odd)}): "
-                         "start a new run")
-    for name, value in saved.items():
-        fault = find_fault(value, type(known[name].default), known[name].metadata)
-        if fault:
-            raise ValueError(f"{where}: {name}: {fault}")
-    return config_class(**saved)
+    if default != "":
+        options["help"] += f" (default {default})"
+    if each.name != positional:
+        kinds = {int: "N", float: "X", str: "TEXT"}
+        options["metavar"] = "|".join(limits["choices"]) or kinds[kind]
+    group.add_argument(names, type=convert, **options)
 
 
 def parse(config_class: type, description: str, argv: list[str] | None = None, positional: str = "",
-          only: tuple = ()) -> tuple:
+          only: set | None = None) -> tuple:
     """-> (config, the set of fields that were given).
 
     The field named `positional` takes no dashes; with `only`, no other fields become flags.
@@ -202,27 +211,10 @@ def parse(config_class: type, description: str, argv: list[str] | None = None, p
                     formatter_class=argparse.RawDescriptionHelpFormatter)
     group = parser
     for each in fields(config_class):
-        limits, kind, default = each.metadata, type(each.default), each.default
-        if limits["group"]:
-            group = parser.add_argument_group(limits["group"])
-        if only and each.name not in only:
-            continue
-        help_text = limits["help"].replace("%", "%%")
-        if kind is bool:
-            group.add_argument("--" + each.name.replace("_", "-"), action="store_true",
-                               default=argparse.SUPPRESS, help=help_text)
-            continue
-        if default != "":
-            help_text += f" (default {default})"
-        options = {"help": help_text, "type": make_converter(kind, limits)}
-        if each.name == positional:
-            group.add_argument(each.name, **options)
-            continue
-        metavar = {int: "N", float: "X"}.get(kind, "TEXT")
-        if limits["choices"]:
-            metavar = "|".join(limits["choices"])
-        group.add_argument("--" + each.name.replace("_", "-"), default=argparse.SUPPRESS,
-                           metavar=metavar, **options)
+        if each.metadata["group"]:
+            group = parser.add_argument_group(each.metadata["group"])
+        if only is None or each.name in only:
+            add_flag(group, each, positional)
     given = vars(parser.parse_args(argv))
     return config_class(**given), set(given)
 
@@ -239,5 +231,5 @@ def check_config(config: Config) -> None:
         raise ValueError("--learn-lambdas weighs the two parts of --method sus, which "
                          f"{config.method} does not have")
     if config.problems < parallel.world():
-        raise ValueError(f"--problems {config.problems} leaves some of {parallel.world()} processes "
-                         "without work: raise it")
+        raise ValueError(f"--problems {config.problems} leaves some of {parallel.world()} "
+                         "processes without work: raise it")

@@ -29,8 +29,8 @@ LOGITS_AT_ONCE = 2 ** 23  # at most this many logits exist at a time: 32 MB in f
 class FusedLoRA(torch.autograd.Function):
     """y = W x + b + scale B A x. There is no gradient for W and b.
 
-    Thin matrices are multiplied with their long side in the rows, several times as fast on a CPU: hence
-    B.t().contiguous().t() and (inner.t() @ wide).t().
+    Thin matrices are multiplied with their long side in the rows, several times as fast on a CPU:
+    hence B.t().contiguous().t() and (inner.t() @ wide).t().
     """
 
     @staticmethod

@@ -1,8 +1,8 @@
-"""Files on disk: JSON and safetensors only, read with a clear error, written so that nobody sees half a file.
+"""Files on disk: JSON and safetensors only, read with a clear error, never seen half written.
 
-A file is written under a temporary name beside its place and then renamed, so a crash leaves the old
-file or the new one. JSONL files grow by one line at a time; a last line that a crash cut short does not
-count. Every reader turns a missing or damaged file into a ValueError that names it.
+A file is written under a temporary name beside its place and then renamed, so a crash leaves the
+old file or the new one. JSONL files grow by one line at a time; a last line that was cut short does
+not count. Every reader turns a missing or damaged file into a ValueError that names it.
 """
 import json
 import os
@@ -26,7 +26,7 @@ def write_atomically(file: Path, write) -> None:
         write(temporary)
         with open(temporary, "rb+") as handle:
             os.fsync(handle.fileno())
-        os.chmod(temporary, 0o666 & ~UMASK)  # safetensors makes files that only their owner can read
+        os.chmod(temporary, 0o666 & ~UMASK)  # safetensors' files are for their owner only
         os.replace(temporary, file)
     finally:
         temporary.unlink(missing_ok=True)
@@ -40,7 +40,7 @@ def write_json(file: Path, value: dict) -> None:
     write_text(file, json.dumps(value, indent=2) + "\n")
 
 
-def write_tensors(file: Path, tensors: dict[str, Tensor], header: dict[str, str] | None = None) -> None:
+def write_tensors(file: Path, tensors: dict[str, Tensor], header: dict | None = None) -> None:
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     header = {"format": "pt", **(header or {})}
     try:
@@ -63,22 +63,21 @@ def read_json(file: Path) -> dict:
 
 def read_tensors(file: Path, wanted=None) -> dict[str, Tensor]:
     """The tensors of a safetensors file; with `wanted`, only those of these names that it has."""
-    if not file.is_file():
-        raise ValueError(f"{file} is missing")
-    try:
-        with safe_open(file, framework="pt") as shard:
-            names = [key for key in shard.keys() if wanted is None or key in wanted]
-            return {key: shard.get_tensor(key) for key in names}
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{file} is not a readable safetensors file ({error}): download or save it "
-                         "again") from None
+    return read_safetensors(file, lambda shard: {
+        key: shard.get_tensor(key) for key in shard.keys() if wanted is None or key in wanted})
 
 
 def read_header(file: Path) -> dict[str, str]:
     """The strings in a safetensors file's header."""
+    return read_safetensors(file, lambda shard: shard.metadata() or {})
+
+
+def read_safetensors(file: Path, read):
+    if not file.is_file():
+        raise ValueError(f"{file} is missing")
     try:
         with safe_open(file, framework="pt") as shard:
-            return shard.metadata() or {}
+            return read(shard)
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{file} is not a readable safetensors file ({error})") from None
 
@@ -90,52 +89,40 @@ def check_tensors(tensors: dict[str, Tensor], expected: dict[str, Tensor], where
             what = "unexpected" if name in tensors else "missing"
             raise ValueError(f"{where}: tensor {name} is {what}")
         tensor, wanted = tensors[name], expected[name]
-        if tensor.shape != wanted.shape and not name.endswith("_extra_state"):
-            raise ValueError(f"{where}: tensor {name} has shape {tuple(tensor.shape)}, expected "
-                             f"{tuple(wanted.shape)}")
-        if tensor.is_floating_point() != wanted.is_floating_point():
-            raise ValueError(f"{where}: tensor {name} is {tensor.dtype}, expected {wanted.dtype}")
+        same_shape = tensor.shape == wanted.shape or name.endswith("_extra_state")
+        if not same_shape or tensor.is_floating_point() != wanted.is_floating_point():
+            raise ValueError(f"{where}: tensor {name} is {tensor.dtype} {tuple(tensor.shape)}, "
+                             f"expected {wanted.dtype} {tuple(wanted.shape)}")
         if not tensor.isfinite().all():
             raise ValueError(f"{where}: tensor {name} holds a number that is not finite")
 
 
-def load_module(module: torch.nn.Module, tensors: dict[str, Tensor], where: str) -> None:
-    """Give a module its state_dict back."""
-    check_tensors(tensors, module.state_dict(), where)
-    module.load_state_dict(tensors)
-
-
 def pack_optimizer(optimizer: torch.optim.AdamW) -> Tensor:
-    """AdamW's step count and two moments of every parameter, as one flat tensor; empty before a step."""
+    """AdamW's step count and two moments of every parameter, as one flat tensor; empty at first."""
     parts = [torch.empty(0)]
     for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            state = optimizer.state[parameter]
-            if state:
-                parts += [state[key].detach().cpu().flatten() for key in MOMENTS]
+        for state in (optimizer.state[parameter] for parameter in group["params"]):
+            parts += [state[key].detach().cpu().flatten() for key in MOMENTS if state]
     return torch.cat(parts)
 
 
 def unpack_optimizer(optimizer: torch.optim.AdamW, packed: Tensor) -> None:
-    """The reverse. All parameters have moments, or none has."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     sizes = [size for parameter in parameters for size in (1, parameter.numel(), parameter.numel())]
     if packed.dtype != torch.float32 or packed.numel() not in (0, sum(sizes)):
-        raise ValueError(f"the optimizer's state has {packed.numel()} numbers of {packed.dtype}, "
-                         f"expected {sum(sizes)} of torch.float32")
+        raise ValueError(f"the optimizer's state has {packed.numel()} numbers, not {sum(sizes)}")
     optimizer.state.clear()
     if not packed.numel():
         return
     parts = iter(packed.split(sizes))
     for parameter in parameters:
-        step, first, second = next(parts)[0], next(parts), next(parts)
+        step, *moments = (next(parts).clone() for _ in MOMENTS)
         if not 0 <= step < 2 ** 24:
             raise ValueError(f"the optimizer's step count is {step.item()}")
         # AdamW keeps its step count on the CPU, unless it is fused.
-        device = parameter.device if optimizer.defaults["fused"] else "cpu"
-        moments = [moment.view_as(parameter).to(parameter.device).clone() for moment in (first, second)]
-        values = step.clone().to(device), *moments
-        optimizer.state[parameter] = dict(zip(MOMENTS, values))
+        step = step[0].to(parameter.device if optimizer.defaults["fused"] else "cpu")
+        moments = [moment.view_as(parameter).to(parameter.device) for moment in moments]
+        optimizer.state[parameter] = dict(zip(MOMENTS, (step, *moments)))
 
 
 def append_line(file: Path, record: dict) -> None:
@@ -148,24 +135,18 @@ def write_lines(file: Path, records: list[dict]) -> None:
 
 
 def read_lines(file: Path, key: str = "step") -> list[dict]:
-    """The records of a JSONL file, each with this key; a last line that was cut short does not count."""
+    """The records of a JSONL file, each with this key; a last line that was cut does not count."""
     if not file.exists():
         return []
+    records, number = [], 0
     try:
         lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{file} cannot be read ({error}): move it away to go on without it") from None
-    records = []
-    for number, line in enumerate(lines, 1):
-        if not line.endswith("\n"):
-            break
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            record = None
-        kind = int if key == "step" else str
-        if not isinstance(record, dict) or type(record.get(key)) is not kind:
-            raise ValueError(f"{file}, line {number} is damaged: expected a JSON object with a {key}; "
-                             "move the file away to go on without it")
-        records.append(record)
+        for number, line in enumerate(lines, 1):
+            if line.endswith("\n"):
+                records.append(json.loads(line))
+                if type(records[-1][key]) is not (int if key == "step" else str):
+                    raise TypeError(key)
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        raise ValueError(f"{file}, line {number} is damaged: expected a JSON object with a {key}; "
+                         "move the file away to go on without it") from None
     return records

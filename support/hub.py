@@ -1,7 +1,7 @@
-"""Hugging Face folders: where a model lies, what its config.json says, which files hold its weights.
+"""Hugging Face folders: a model's config.json, weights, tokenizer and end tokens.
 
-A folder is used as it is; a hub id is downloaded, or found in the hub's own cache. Nothing in a folder
-is run: config.json is read as JSON and checked, weights are safetensors.
+A folder is used as it is; a hub id is downloaded, or found in the hub's own cache. Nothing in a
+folder is run: config.json is read as JSON and checked, weights are safetensors.
 """
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,12 +13,13 @@ from support import files
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 SENTENCES_AT_ONCE = 64
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 LLAMA3_ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What config.json says, checked; `raw` is the file itself, which save_pretrained writes back."""
+    """What config.json says, checked; `raw` is the file itself."""
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -45,59 +46,41 @@ class ModelConfig:
 
         def number(key, default=None, kind=int, most=2 ** 24, source=raw):
             value = default if source.get(key) is None else source[key]
-            expected = f"a positive {kind.__name__} of at most {most}"
-            is_number = type(value) in (int, float)
-            require(is_number and 0 < value <= most and value == kind(value),
-                    f"{key} is {value!r}, expected {expected}")
+            valid = type(value) in (int, float) and 0 < value <= most and value == kind(value)
+            require(valid, f"{key} is {value!r}, expected a {kind.__name__} of at most {most}")
             return kind(value)
 
         family = raw.get("model_type")
-        require(family in FAMILIES,
-                f"model_type is {family!r}, this decoder knows {', '.join(FAMILIES)}")
+        require(family in FAMILIES, f"model_type is {family!r}, expected one of {FAMILIES}")
         require(raw.get("hidden_act", "silu") == "silu", "only the activation silu is implemented")
-        require(not raw.get("quantization_config"),
-                "quantised weights are not supported, use the original model")
+        require(not raw.get("quantization_config"), "quantised weights are not supported")
         windows = raw.get("use_sliding_window") or "sliding" in str(raw.get("layer_types"))
         require(not windows, "sliding-window attention is not implemented")
         # transformers 5 writes rope_parameters, transformers 4 wrote rope_theta and rope_scaling.
         rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
         require(isinstance(rope, dict), f"rotary parameters are {rope!r}, expected an object")
         rope_type = rope.get("rope_type", rope.get("type", "default"))
-        require(rope_type in ("default", "llama3"),
-                f"rope_type is {rope_type!r}, only default and llama3 are known")
+        require(rope_type in ("default", "llama3"), f"rope_type {rope_type!r} is not implemented")
         theta = number("rope_theta", 10000.0, float, 1e12)
-        theta = number("rope_theta", theta, float, 1e12, rope)
         llama3 = None
         if rope_type == "llama3":
             llama3 = tuple(number(key, None, float, source=rope) for key in LLAMA3_ROPE)
-
-        heads = number("num_attention_heads")
+        heads, hidden_size = number("num_attention_heads"), number("hidden_size", most=2 ** 18)
         kv_heads = number("num_key_value_heads", heads)
-        hidden_size = number("hidden_size", most=2 ** 18)
         head_dim = number("head_dim", 128 if family == "qwen3" else hidden_size // heads)
-        require(heads % kv_heads == 0,
-                f"{heads} attention heads do not divide into {kv_heads} key-value heads")
-        require(head_dim % 2 == 0, f"head_dim is {head_dim}, rotary embeddings need an even number")
-        context = 2048 if family == "llama" else 32768
-        bias = bool(raw.get("attention_bias"))
+        require(heads % kv_heads == 0, f"{heads} heads do not divide into {kv_heads} key heads")
+        require(head_dim % 2 == 0, f"head_dim is {head_dim}, rotation needs an even number")
+        context, bias = 2048 if family == "llama" else 32768, bool(raw.get("attention_bias"))
         return cls(
-            vocab_size=number("vocab_size"),
-            hidden_size=hidden_size,
+            vocab_size=number("vocab_size"), hidden_size=hidden_size,
             intermediate_size=number("intermediate_size", most=2 ** 20),
-            layers=number("num_hidden_layers", most=1000),
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            context=number("max_position_embeddings", context, most=2 ** 40),
+            layers=number("num_hidden_layers", most=1000), heads=heads, kv_heads=kv_heads,
+            head_dim=head_dim, context=number("max_position_embeddings", context, most=2 ** 40),
             norm_eps=number("rms_norm_eps", 1e-6, float),
-            rope_theta=theta,
-            rope_llama3=llama3,
-            qkv_bias=family == "qwen2" or bias,
-            output_bias=family != "qwen2" and bias,
-            mlp_bias=family == "llama" and bool(raw.get("mlp_bias")),
-            qk_norm=family == "qwen3",
-            tied=bool(raw.get("tie_word_embeddings")),
-            raw=raw)
+            rope_theta=number("rope_theta", theta, float, 1e12, rope), rope_llama3=llama3,
+            qkv_bias=family == "qwen2" or bias, output_bias=family != "qwen2" and bias,
+            mlp_bias=family == "llama" and bool(raw.get("mlp_bias")), qk_norm=family == "qwen3",
+            tied=bool(raw.get("tie_word_embeddings")), raw=raw)
 
 
 def find_model_folder(path: str | Path) -> Path:
@@ -106,35 +89,70 @@ def find_model_folder(path: str | Path) -> Path:
     if folder.is_dir():
         return folder
     if folder.suffix == ".gguf":
-        raise ValueError(f"{path} is a GGUF file: python tools/convert_gguf.py {path} FOLDER makes a "
-                         "model folder of it")
-    looks_like_id = str(path).count("/") == 1 and not str(path).startswith((".", "/", "~"))
-    if folder.exists() or not looks_like_id:
-        raise ValueError(f"{path} is not a model: expected a folder with config.json and safetensors "
-                         "files, or a hub id")
+        raise ValueError(f"{path} is a GGUF file: tools/convert_gguf.py makes a model folder of it")
+    if folder.exists() or str(path).count("/") != 1 or str(path).startswith((".", "/", "~")):
+        raise ValueError(f"{path} is not a model: expected a folder with config.json and "
+                         "safetensors files, or a hub id")
     from huggingface_hub import snapshot_download  # slow to import, and needed for hub ids only
     patterns = ["*.json", "*.safetensors", "*.txt", "*.jinja"]
     try:
         return Path(snapshot_download(str(path), allow_patterns=patterns))
     except Exception as error:  # the hub's client raises dozens of types
-        raise ValueError(f"{path} is neither a folder nor a model that the hub has "
-                         f"({type(error).__name__}): check the name and the connection, or give a "
-                         "local folder") from None
+        raise ValueError(f"{path} is neither a folder nor a model on the hub "
+                         f"({type(error).__name__}): check the name and the connection") from None
 
 
-def find_weight_files(folder: Path) -> list[Path]:
-    """model.safetensors, or the shards that model.safetensors.index.json lists."""
+def read_weights(folder: Path, wanted):
+    """Each wanted (name, tensor) of model.safetensors, or of the shards that its index lists."""
+    names = ["model.safetensors"]
     index = folder / "model.safetensors.index.json"
-    if not index.exists():
-        return [folder / "model.safetensors"]
-    weight_map = files.read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(type(v) is str for v in weight_map.values()):
-        raise ValueError(f"{index}: expected a weight_map of tensor names to file names")
-    names = sorted(set(weight_map.values()))
+    if index.exists():
+        weight_map = files.read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ValueError(f"{index}: expected a weight_map of tensor names to file names")
+        names = sorted(set(map(str, weight_map.values())))
+    missing = set(wanted)
     for name in names:
         if Path(name).name != name or name in ("", "..") or "\0" in name:
             raise ValueError(f"{index}: shard {name!r} is not the name of a file in this folder")
-    return [folder / name for name in names]
+        tensors = files.read_tensors(folder / name, missing)
+        missing -= tensors.keys()
+        yield from tensors.items()
+    if missing:
+        raise ValueError(f"{folder}: {len(missing)} tensors are missing, such as {min(missing)}")
+
+
+def open_tokenizer(folder: Path):
+    from transformers import AutoTokenizer  # slow to import
+    if not any((folder / name).exists() for name in TOKENIZERS):
+        raise ValueError(f"{folder} has no tokenizer.json: a model folder holds its tokenizer too")
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # transformers raises whatever its readers raise
+        why = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{folder}: its tokenizer cannot be read ({why})") from None
+
+
+def find_eos_ids(folder: Path, tokenizer, vocab_size: int) -> tuple[int, ...]:
+    """Every id that ends a response. Nothing else is taken from generation_config.json."""
+    ids = [tokenizer.eos_token_id]
+    for name in ("config.json", "generation_config.json"):
+        if (folder / name).exists():
+            value = files.read_json(folder / name).get("eos_token_id")
+            ids += value if isinstance(value, list) else [value]
+    known = sorted({i for i in ids if type(i) is int and 0 <= i < vocab_size})
+    if not known:
+        raise ValueError(f"{folder}: no end token in its tokenizer or its config.json")
+    return tuple(known)
+
+
+def find_device(name: str) -> str:
+    if name == "auto":
+        available = [kind for kind in ("cuda", "mps") if getattr(torch, kind).is_available()]
+        return available[0] if available else "cpu"
+    if name != "cpu" and not getattr(torch, name).is_available():
+        raise ValueError(f"device {name} is not available here: use --device cpu or auto")
+    return name
 
 
 def open_sentence_encoder(name: str, device: torch.device) -> Callable:
@@ -144,8 +162,8 @@ def open_sentence_encoder(name: str, device: torch.device) -> Callable:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         model = AutoModel.from_pretrained(name, trust_remote_code=False, use_safetensors=True)
         model.train(False).requires_grad_(False).to(device)
-        positions = getattr(model.config, "max_position_embeddings", 512)
-        limit = min(tokenizer.model_max_length, positions)
+        limit = getattr(model.config, "max_position_embeddings", 512)
+        limit = min(tokenizer.model_max_length, limit)
 
         @torch.no_grad()
         def read(texts: list[str]):
@@ -162,5 +180,5 @@ def open_sentence_encoder(name: str, device: torch.device) -> Callable:
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # transformers raises whatever its readers raise
-        raise ValueError(f"--encoder {name} cannot be used ({type(error).__name__}): expected a folder "
-                         "or hub id of a sentence encoder") from None
+        raise ValueError(f"--encoder {name} cannot be used ({type(error).__name__}): expected a "
+                         "folder or hub id of a sentence encoder") from None

@@ -1,4 +1,4 @@
-"""What networks remember while they learn: running statistics, the newest rows they saw, their optimizer.
+"""What networks remember while they learn: statistics, the newest rows, their optimizer.
 
 All are modules whose state_dict holds everything, so it is a complete checkpoint.
 """

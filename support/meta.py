@@ -1,16 +1,16 @@
-"""Learned weights (paper, Section 3.5: the coefficients are "meta-learned"): the lambdas by meta-gradient.
+"""Learned lambdas by meta-gradient (paper, Section 3.5: the coefficients are "meta-learned").
 
-With a plain gradient step theta' = theta - eta (g_ext + alpha (lambda_SS g_SS + lambda_SuS g_SuS)), where
-g_i is the gradient of the policy loss with advantages from reward part i alone, the extrinsic loss on
-the *next* batch changes by
+With a plain gradient step theta' = theta - eta (g_ext + alpha (lambda_SS g_SS + lambda_SuS g_SuS)),
+where g_i is the gradient of the policy loss with advantages from reward part i alone, the extrinsic
+loss on the *next* batch changes by
 
     d L_ext(theta') / d lambda_i  =  - eta alpha < g_ext(next batch), g_i(this batch) >
 
-so a part whose gradient agrees with what the task asks for next gains weight (LIRPG, Zheng et al. 2018,
-for one step). The paper does not say how it meta-learns. Two liberties: the adapters are really updated
-by AdamW, so this is the gradient of a step that is not quite taken; and the inner product is a cosine,
-so that the step size does not depend on the scale of the gradients. The weights are softplus(raw), hence
-positive. It costs three extra backward passes every EVERY steps.
+so a part whose gradient agrees with what the task asks for next gains weight (LIRPG, Zheng et al.
+2018, for one step). The paper does not say how it meta-learns. Two liberties: the adapters are
+really updated by AdamW, so this is the gradient of a step that is not quite taken; and the inner
+product is a cosine, so that the step size does not depend on the scale of the gradients. The
+weights are softplus(raw), hence positive. It costs three extra backward passes every EVERY steps.
 """
 from dataclasses import replace
 
@@ -57,7 +57,7 @@ class LearnedLambdas(nn.Module):
             self.is_pending.fill_(True)
 
     def learn(self, extrinsic: Tensor) -> None:
-        """extrinsic (n,): the gradient of the task's own loss on the batch after the remembered one."""
+        """extrinsic (n,): the gradient of the task's own loss on the next batch."""
         agreement = F.cosine_similarity(self.pending, extrinsic[None], dim=1)  # (2,)
         if agreement.isfinite().all():  # one bad batch must not spoil the weights for good
             self.raw += LEARNING_RATE * agreement * self.raw.sigmoid()

@@ -1,11 +1,11 @@
-"""Many processes: torchrun starts them, on one machine or several, and each takes its share of a batch.
+"""Many processes: torchrun starts them, on one machine or several; each takes a share of a batch.
 
     torchrun --nproc-per-node 2 -- train.py                  two processes on this machine
 
 The base weights are on every rank. A rank samples, judges and scores its own problems. Per step the
-ranks exchange one sum of the adapters' gradients, and the pooled features and outcomes of each response:
-with those, every rank's strategy networks see the whole batch and take the same steps on their own.
-Rank 0 writes the run folder and all ranks read it, so on several machines it must be on a shared disk.
+ranks exchange one sum of the adapters' gradients, and the features and outcomes of each response:
+with those, every rank's strategy networks see the whole batch and take the same steps. Rank 0
+writes the run folder and all ranks read it: several machines need a shared disk for it.
 
 With one process these functions do nothing. Values other than tensors are exchanged as JSON.
 """
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-TIMEOUT = timedelta(minutes=20)  # the longest wait of one rank for another: building the tiny model
+TIMEOUT = timedelta(minutes=20)  # the longest wait for another rank: building the tiny model
 
 
 def start(device: str) -> None:
@@ -28,19 +28,17 @@ def start(device: str) -> None:
         return
     gpu = torch.cuda.is_available() and device in ("auto", "cuda")
     if gpu:
-        count = torch.cuda.device_count()
-        if int(os.environ["LOCAL_RANK"]) >= count:
-            raise ValueError(f"more processes than the {count} GPUs of this machine: lower "
-                             "--nproc-per-node")
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        local, count = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+        if local >= count:
+            raise ValueError(f"this machine has {count} GPUs: lower --nproc-per-node")
+        torch.cuda.set_device(local)
     dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", timeout=TIMEOUT)
     atexit.register(dist.destroy_process_group)
 
 
 def is_lost(error: RuntimeError) -> bool:
     """Whether this error says that another process no longer answers."""
-    words = str(error).lower()
-    network = any(word in words for word in ("gloo", "nccl", "connection"))
+    network = any(word in str(error).lower() for word in ("gloo", "nccl", "connection"))
     return world() > 1 and (network or isinstance(error, dist.DistError))
 
 
@@ -48,13 +46,13 @@ def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
+def world() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
 def is_leader() -> bool:
     """Rank 0 writes files and shows progress."""
     return rank() == 0
-
-
-def world() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def share(items):
@@ -68,8 +66,7 @@ def gather(rows: Tensor) -> Tensor:
         return rows
     counts = [torch.zeros(1, dtype=torch.long, device=rows.device) for _ in range(world())]
     dist.all_gather(counts, torch.tensor([len(rows)], device=rows.device))
-    longest = int(max(counts))
-    padding = rows.new_zeros(longest - len(rows), *rows.shape[1:])
+    padding = rows.new_zeros(int(max(counts)) - len(rows), *rows.shape[1:])
     padded = torch.cat((rows, padding)).contiguous()
     parts = [torch.empty_like(padded) for _ in counts]
     dist.all_gather(parts, padded)
@@ -89,15 +86,13 @@ def gather_lists(values: list) -> list:
     return [value for part in gather_values(values) for value in part]
 
 
-def sum_gradients(parameters) -> None:
+def sum_gradients(parameters: list[Tensor]) -> None:
     """Each gradient becomes the sum over all ranks; where no rank has any, none appears."""
-    parameters = list(parameters)
     if world() == 1:
         return
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-    any_gradient = any(parameter.grad is not None for parameter in parameters)
-    flag = parameters[0].new_full((1,), float(any_gradient))
-    flat = torch.cat([*(gradient.flatten() for gradient in gradients), flag])
+    has_any = torch.tensor([any(p.grad is not None for p in parameters)]).to(gradients[0])
+    flat = torch.cat([*(gradient.flatten() for gradient in gradients), has_any])
     dist.all_reduce(flat)
     if flat[-1] > 0:
         parts = flat[:-1].split([parameter.numel() for parameter in parameters])
@@ -113,8 +108,8 @@ def total(values: dict[str, float]) -> dict[str, float]:
 
 @contextmanager
 def leader_first():
-    """Rank 0 goes through the block alone, then the others: they find what it builds or downloads."""
-    if not is_leader() and world() > 1:
+    """Rank 0 goes through the block first: the others find what it builds or downloads."""
+    if not is_leader():
         dist.barrier()
     yield
     if is_leader() and world() > 1:

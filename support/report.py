@@ -1,5 +1,4 @@
-"""What people read of a run: metrics and their timing, the table of results, samples.md, model cards,
-other people's loggers."""
+"""What people read of a run: metrics, the table of results, samples.md, model cards, loggers."""
 import math
 import signal
 import sys
@@ -16,11 +15,8 @@ from support import parallel
 from support.config import Config
 from support.files import append_line, read_lines, write_json, write_lines, write_text
 
-METRICS = ("pass@1", "pass@5", "pass@16", "strategy_entropy", "cluster_entropy", "valid", "distinct")
-DATASETS = {"gsm8k": "openai/gsm8k"}
-CARD_ROWS = {"pass@1": "pass@1", "pass@5": "pass@5", "pass@16": "pass@16",
-             "strategy_entropy": "strategy entropy (nats)",
-             "cluster_entropy": "cluster entropy (nats)"}
+METRICS = ("pass@1", "pass@5", "pass@16", "strategy_entropy", "cluster_entropy", "valid",
+           "distinct")
 
 
 class Stopwatch:
@@ -40,7 +36,7 @@ class Stopwatch:
 
 @contextmanager
 def catch_signals():
-    """Inside, Ctrl-C and SIGTERM add to the returned list; a second one ends the program at once."""
+    """Inside, Ctrl-C and SIGTERM add to the returned list; a second one ends the program."""
     asked = []
 
     def handle(number, frame):
@@ -57,7 +53,7 @@ def catch_signals():
 
 
 def batch_metrics(per_response: dict[str, Tensor], config: Config) -> dict[str, float]:
-    """What this rank knows of each response, (B, G) under each name -> metrics of the whole batch."""
+    """What this rank knows of each response, (B, G) per name -> metrics of the whole batch."""
     rows = torch.stack([value.float() for value in per_response.values()], dim=-1)
     values = dict(zip(per_response, parallel.gather(rows).unbind(-1)))
     correct, reward, tokens = values["correct"], values["reward"], values["tokens"].sum()
@@ -66,23 +62,24 @@ def batch_metrics(per_response: dict[str, Tensor], config: Config) -> dict[str, 
     if "ss" in values:
         advantages = grpo.group_advantages(reward, config.normalise)
         extrinsic = grpo.group_advantages(correct, config.normalise)
-        metrics |= {"bonus": (reward - correct).mean(),
-                    "bonus_share": unexplained_share(advantages, extrinsic)}
-    metrics |= {"entropy": -values["logprob"].sum() / tokens,
-                "zero_signal": (correct.amax(1) == correct.amin(1)).float().mean(),
-                "tokens": tokens,
-                "response_length": tokens / correct.numel(),
-                "truncated": 1 - values["finished"].mean()}
+        metrics["bonus"] = (reward - correct).mean()
+        metrics["bonus_share"] = unexplained_share(advantages, extrinsic)
+    metrics["entropy"] = -values["logprob"].sum() / tokens
+    metrics["zero_signal"] = (correct.amax(1) == correct.amin(1)).float().mean()
+    metrics["tokens"] = tokens
+    metrics["response_length"] = tokens / correct.numel()
+    metrics["truncated"] = 1 - values["finished"].mean()
     return {name: float(value) for name, value in metrics.items()}
 
 
 def unexplained_share(advantages: Tensor, extrinsic: Tensor) -> float:
-    """The share of the advantages' variance that correctness does not explain: 1 - correlation^2."""
+    """The share of the advantages' variance that correctness does not explain."""
     a = advantages.flatten() - advantages.mean()
     b = extrinsic.flatten() - extrinsic.mean()
     if not a.any():
         return 0.0
-    return 1.0 - ((a @ b).square() / (a @ a * (b @ b)).clamp(min=1e-12)).item()
+    squared_correlation = (a @ b).square() / (a @ a * (b @ b)).clamp(min=1e-12)
+    return 1.0 - squared_correlation.item()
 
 
 def only_finite(metrics: dict) -> dict:
@@ -110,6 +107,23 @@ def write_evaluation(folder: Path, metrics: dict, records: list[dict]) -> None:
     append_line(folder / "evaluations.jsonl", metrics)  # last: the evaluation is complete
 
 
+def samples_page(records: list[dict]) -> str:
+    """samples.md: the five problems with the most clusters, one response of each cluster."""
+    def by_cluster(record: dict) -> dict[int, dict]:
+        responses = sorted(record["responses"], key=lambda response: response["correct"])
+        return {response["cluster"]: response for response in responses}  # right ones stay
+
+    lines = ["# Samples"]
+    for record in sorted(records, key=lambda record: -len(by_cluster(record)))[:5]:
+        lines.append(f"\n## {record['question']}")
+        for cluster, response in by_cluster(record).items():
+            verdict = "Right" if response["correct"] else "Wrong"
+            strategy = f", strategy {response['strategy']}" if response.get("strategy") else ""
+            lines.append(f"\n{verdict}, cluster {cluster}{strategy}:\n")
+            lines.append(f"```\n{response['text'].strip()}\n```")
+    return "\n".join(lines) + "\n"
+
+
 def table(columns: dict[str, dict]) -> str:
     """{heading: metrics} -> the small table that an evaluation prints."""
     lines = [f"{'':18}" + "".join(f"{heading:>26}" for heading in columns)]
@@ -127,79 +141,44 @@ def table(columns: dict[str, dict]) -> str:
     return "\n".join(lines)
 
 
-def lost_strategies(before: dict, after: dict) -> list[str]:
-    """Strategies that had at least 1 % of the legal responses and now have less than 0.1 %."""
-    had, has = before.get("strategies") or {}, after.get("strategies") or {}
-    return [name for name, share in had.items() if share >= 0.01 and has.get(name, 0.0) < 0.001]
-
-
 def summary(folder: Path, before: dict | None, after: dict) -> str:
     """What train.py says at the end."""
     columns = {"before": before} if before else {}
-    skipped = sum(line.get("skipped", 0) for line in read_lines(folder / "metrics.jsonl"))
     lines = [table({**columns, f"after {after['step']} steps": after})]
-    lost = lost_strategies(before or {}, after)
+    had, has = (before or {}).get("strategies") or {}, after.get("strategies") or {}
+    lost = [name for name, share in had.items() if share >= 0.01 and has.get(name, 0) < 0.001]
     if lost:
         lines.append(f"lost strategies: {'  '.join(lost)}")
+    skipped = sum(line.get("skipped", 0) for line in read_lines(folder / "metrics.jsonl"))
     if skipped:
-        lines.append(f"{skipped} of {after['step']} steps were skipped, because the loss or its gradient "
-                     "was not finite: see --learning-rate")
-    lines.append(f"config.json, metrics.jsonl, evaluation.json, samples.md, adapter/ and checkpoint/ are "
-                 f"in {folder}")
-    lines.append(f"curves: pip install matplotlib && python -m experiments.plot {folder}")
+        lines.append(f"{skipped} of {after['step']} steps were skipped, because the loss or its "
+                     "gradient was not finite: see --learning-rate")
+    lines.append(f"the run is in {folder}; for its curves: pip install matplotlib && "
+                 f"python -m experiments.plot {folder}")
     return "\n".join(lines)
 
 
-def samples_page(records: list[dict], problems: int = 5) -> str:
-    """samples.md: a few problems, those with the most clusters first; one response of each cluster."""
-    def clusters(record: dict) -> int:
-        return len({response["cluster"] for response in record["responses"]})
-
-    lines = ["# Samples"]
-    for record in sorted(records, key=clusters, reverse=True)[:problems]:
-        lines.append(f"\n## {record['question']}")
-        chosen: dict[int, dict] = {}
-        for response in sorted(record["responses"], key=lambda response: -response["correct"]):
-            chosen.setdefault(response["cluster"], response)
-        for cluster, response in chosen.items():
-            verdict = "Right" if response["correct"] else "Wrong"
-            strategy = f", strategy {response['strategy']}" if response.get("strategy") else ""
-            lines.append(f"\n{verdict}, cluster {cluster}{strategy}:\n")
-            lines.append(f"```\n{response['text'].strip()}\n```")
-    return "\n".join(lines) + "\n"
-
-
-def write_card(folder: Path, base: str, config: Config, steps: int, metrics: dict, merged: bool) -> None:
-    """The README.md that the hub shows for an adapter or a merged model, with the fields that it reads."""
-    library = "transformers" if merged else "peft"
-    header = ["license: other", "license_name: that-of-the-base-model", f"library_name: {library}",
-              "pipeline_tag: text-generation", "tags: [grpo, exploration, strategy-aware-surprise]"]
+def write_card(folder: Path, base: str, config: Config, step: int, metrics: dict,
+               merged: bool) -> None:
+    """The README.md that the hub shows for an adapter or a merged model."""
+    header = ["license: other", "license_name: that-of-the-base-model",
+              f"library_name: {'transformers' if merged else 'peft'}",
+              "pipeline_tag: text-generation", "tags: [grpo, strategy-aware-surprise]"]
     if not Path(base).is_dir():
         header.append(f"base_model: {base}")
-    if config.data in DATASETS:
-        header.append(f"datasets: [{DATASETS[config.data]}]")
-    rows = []
-    for name, words in CARD_ROWS.items():
-        value = metrics.get(name)
-        if value is not None:
-            rows.append(f"| {words} | {100 * value:.1f} % |" if "pass" in name
-                        else f"| {words} | {value:.2f} |")
-    what = "Merged weights" if merged else "A LoRA adapter"
-    reward = ""
-    if config.method != "grpo":
-        reward = f" and the intrinsic reward `{config.method}` (alpha {config.alpha})"
-    use = 'model = AutoModelForCausalLM.from_pretrained("FOLDER")'
+    if config.data == "gsm8k":
+        header.append("datasets: [openai/gsm8k]")
+    load = 'model = AutoModelForCausalLM.from_pretrained("FOLDER")'
     if not merged:
-        use = f'base = AutoModelForCausalLM.from_pretrained("{base}")\n' \
-              'model = PeftModel.from_pretrained(base, "FOLDER")'
-    write_text(folder / "README.md", "\n".join([
-        "---", *header, "---", "",
-        f"# {base}, trained with {config.method} on {config.data}", "",
-        f"{what} of `{base}` after {steps} steps of GRPO{reward}, seed {config.seed}.", "",
-        f"On {metrics['problems']} {config.eval_split} problems of {config.data}, "
-        f"{metrics['samples']} responses each:", "",
-        "| | |", "|---|---|", *rows, "",
-        "```python", use, "```", ""]))
+        load = f'base = AutoModelForCausalLM.from_pretrained("{base}")\n' \
+               'model = PeftModel.from_pretrained(base, "FOLDER")'
+    reward = "" if config.method == "grpo" else f" and the intrinsic reward `{config.method}`"
+    text = ["---", *header, "---", "", f"# {base}, trained with {config.method} on {config.data}",
+            "", f"{'Merged weights' if merged else 'A LoRA adapter'} after {step} steps of "
+            f"GRPO{reward}, seed {config.seed}, alpha {config.alpha}. On {metrics['problems']} "
+            f"{config.eval_split} problems with {metrics['samples']} responses each:", "",
+            f"```\n{table({'': metrics})}\n```", "", f"```python\n{load}\n```", ""]
+    write_text(folder / "README.md", "\n".join(text))
 
 
 def open_loggers(config: Config) -> list:
@@ -208,8 +187,8 @@ def open_loggers(config: Config) -> list:
     try:
         if config.wandb:
             import wandb
-            run = wandb.init(project="sus", name=Path(config.run).name, dir=config.run,
-                             config=asdict(config))
+            name = Path(config.run).name
+            run = wandb.init(project="sus", name=name, dir=config.run, config=asdict(config))
             loggers.append(run.log)
         if config.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
@@ -220,10 +199,8 @@ def open_loggers(config: Config) -> list:
                     writer.add_scalar(name, value, metrics["step"])
                 writer.flush()
             loggers.append(log)
-    except ImportError as error:
-        raise ValueError(f"{error.name} is not installed: pip install {error.name}, or leave "
-                         f"--{error.name} out") from None
-    except Exception as error:  # no login, no network: a service raises what it likes
-        raise ValueError(f"a logger cannot be opened ({type(error).__name__}: {error}): leave --wandb "
-                         "and --tensorboard out") from None
+    except Exception as error:  # not installed, no login, no network: services raise anything
+        why = f"{type(error).__name__}: {error}"
+        raise ValueError(f"a logger cannot be opened ({why}): install the package, or leave "
+                         "--wandb and --tensorboard out") from None
     return loggers

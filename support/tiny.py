@@ -1,12 +1,12 @@
-"""The tiny base model: a Llama of 0.8 million parameters that has seen Countdown played, but seldom won.
+"""The tiny base model: a Llama of 0.8 million parameters that has seen Countdown played.
 
 It is pretrained from scratch on random legal plays, one in five of which ends on the target in its
 prompt. So it knows the notation and the arithmetic, uses all strategies, is right now and then, and
-hardly knows which target asks for which strategy. Its share of winning plays (TARGET_SHARE) was chosen
-so that plain GRPO loses its strategies; RESULTS.md says what follows from that.
+hardly knows which target asks for which strategy. Its share of winning plays (TARGET_SHARE) was
+chosen so that plain GRPO loses its strategies; RESULTS.md says what follows from that.
 
-The result is an ordinary Hugging Face folder (config.json, model.safetensors, tokenizer.json) in the
-cache; from there the tiny model and a downloaded one take the same path through the code.
+The result is an ordinary Hugging Face folder (config.json, model.safetensors, tokenizer.json) in
+the cache; from there the tiny model and a downloaded one take the same path through the code.
 """
 import math
 import random
@@ -50,8 +50,8 @@ def find_base(config: Config) -> Path:
 
 def find_tiny(task: str, cache: Path, seed: int = 0) -> Path:
     if task not in data.COUNTDOWN:
-        raise ValueError(f"the tiny model only plays {' and '.join(data.COUNTDOWN)}: with --data {task} "
-                         "give --model a Hugging Face folder or a hub id")
+        raise ValueError(f"the tiny model only plays {' and '.join(data.COUNTDOWN)}: with --data "
+                         f"{task} give --model a Hugging Face folder or a hub id")
     folder = cache / f"tiny-{task}"
     if (folder / "config.json").exists():
         return folder
@@ -67,7 +67,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_batch(tokenizer, size: int, count: int, rng: random.Random) -> tuple[Tensor, Tensor]:
-    """-> ids (count, T) and targets (count, T), -100 where there is no response token to predict."""
+    """-> ids and targets (count, T), -100 where there is no response token to predict."""
     prompts, plays = [], []
     for _ in range(count):
         problem = data.random_problem(size, rng)
