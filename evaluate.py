@@ -144,8 +144,10 @@ def export(policy: Policy, folder: Path, config: Config, step: int, metrics: dic
 
 @dataclass(frozen=True)
 class Request(Config):
-    path: str = flag("", "a run folder of train.py, a model folder, a hub id, or tiny")
-    output: str = flag("", "also write the results to this JSON file", group="The results")
+    path: str = flag("", "a run folder of train.py, a model folder, a hub id, or tiny",
+                     group="What to evaluate, and where the results go")
+    temperature: float = flag(1.0, "sampling temperature, 0 is greedy", low=0)
+    output: str = flag("", "also write the results to this JSON file")
     export: str = flag("", "also write a run's merged model into this folder")
 
 

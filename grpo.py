@@ -98,8 +98,8 @@ def accumulate_gradient(model: Transformer, prompts: list[list[int]], rollout: R
     KL term.
     """
     samples, size, mask = advantages.shape[1], config.micro_batch, rollout.mask()
-    tokens = int(parallel.gather(rollout.lengths).sum())
-    weights = mask * torch.full_like(rollout.logprobs, 1.0 / max(tokens, 1))  # (N, T)
+    lengths = parallel.gather(rollout.lengths) if parallel.active else rollout.lengths
+    weights = mask * torch.full_like(rollout.logprobs, 1.0 / max(int(lengths.sum()), 1))  # (N, T)
     groups = list(range(len(prompts)))
     if not config.kl:  # without KL nothing flows from a group of zero advantage
         groups = advantages.ne(0).any(1).nonzero()[:, 0].tolist()
@@ -120,5 +120,7 @@ def accumulate_gradient(model: Transformer, prompts: list[list[int]], rollout: R
         metrics["loss"] += loss.item()
         metrics["kl"] += (k3(current, base) * weight).sum().item()
         metrics["clip_share"] += (clipped * weight).sum().item()
-    parallel.sum_gradients(list(lora.parameters(model).values()))
-    return parallel.total(metrics)
+    if parallel.active:
+        parallel.sum_gradients(list(lora.parameters(model).values()))
+        metrics = parallel.total(metrics)
+    return metrics

@@ -123,11 +123,8 @@ class Layer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
 
-    def attend(self, x: Tensor, *context) -> Tensor:
-        return x + self.self_attn(self.input_layernorm(x), *context)
-
     def forward(self, x: Tensor, *context) -> Tensor:
-        x = self.attend(x, *context)
+        x = x + self.self_attn(self.input_layernorm(x), *context)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 

@@ -176,3 +176,12 @@ def augment(correct: Tensor, intrinsic: Tensor, config: Config, step: int) -> Te
     """Eq. 1: r = r_ext + alpha r_int, where the gate is open."""
     bonus = torch.where(gate(correct, config.gate) > 0, intrinsic, 0.0)
     return correct + alpha_at(step, config) * bonus
+
+
+def bonus_share(advantages: Tensor, extrinsic: Tensor) -> float:
+    """The share of the advantages' variance that correctness does not explain."""
+    a = advantages.flatten() - advantages.mean()
+    b = extrinsic.flatten() - extrinsic.mean()
+    if not a.any():
+        return 0.0
+    return 1.0 - ((a @ b).square() / (a @ a * (b @ b)).clamp(min=1e-12)).item()

@@ -75,7 +75,7 @@ def require_finite(total: Tensor) -> None:
 
 
 class Decoder:
-    """The next token's logits, by reading the whole response again (slow: support/decoder.py)."""
+    """The next token's logits, by reading the whole response again (slow: support/fast.py)."""
     sample_token = staticmethod(sample_token)
 
     def __init__(self, model: Transformer, prompts: list[list[int]], samples: int, room: int):

@@ -3,20 +3,19 @@
     z = E(x)      the strategy head: three linear layers, LayerNorm and ReLU between, to unit length
     PSE           the momentum head, an exponential average of E: the stable target
     P(query)      the probability of success
-    M(s, a)       the next state from the state and the action, only with --reading equations
 
 x is the mean over tokens of a frozen encoder's states, standardised by running statistics. The
 encoder is the policy's own base model after the attention of its first layer (in higher layers the
-problem's numbers hide the strategy), or a sentence encoder as in the paper.
+problem's numbers hide the strategy), or a sentence encoder as in the paper (support/sentences.py);
+the paper's other reading has a world model M too (support/equations.py).
 
 What E learns. Two views of one response, each the mean of a random half of its tokens, belong
-together (InfoNCE); negatives are the *other responses to the same query*. They share the problem's
+together (InfoNCE); negatives are the *other responses to the same query*: they share the problem's
 numbers, so only the way of solving tells them apart. E(query) is drawn towards PSE of the responses
 to that query: it becomes the expected strategy, and SS the distance of a response from it.
 
-Two memories. What a policy does changes within steps, so E and M learn from the newest groups. What
-it can do changes slowly, so P learns from a long record of queries and outcomes. No gradient passes
-between these networks and the policy.
+What a policy does changes within steps, so E learns from the newest groups. What it can do changes
+slowly, so P learns from a long record. No gradient passes between the policy and these networks.
 """
 from dataclasses import dataclass
 
@@ -29,17 +28,18 @@ import lora
 from model import SharedPrefix, Transformer
 from reward import Signals, mean_success_surprise
 from sample import Rollout, pad_left
-from support import hub, parallel
+from support import parallel
+from support.checkpoint import Learner
 from support.config import Config
-from support.memory import Learner, Replay, Standardise
 
 DIMENSION = 128  # size d of a strategy embedding
 CONTRAST_TEMPERATURE = 0.5  # of InfoNCE
 MOMENTUM = 0.99  # of PSE
 LEARNING_RATE = 3e-3
 BATCH = 32  # groups in a minibatch
-RECENT = 64  # newest groups, from which E and M learn
+RECENT = 64  # newest groups, from which E learns
 OUTCOMES = 1024  # queries and outcomes, from which P learns
+STANDARDISE_ROWS = 20_000  # how many rows the running statistics remember
 
 
 @dataclass
@@ -62,8 +62,8 @@ class Features:
 def pool(states: Tensor, mask: Tensor) -> Tensor:
     """states (n, T, D), mask (n, T) -> mean over the mask (n, D); zero where it is empty."""
     weights = mask.float()
-    total = weights.sum(1, keepdim=True).clamp(min=1)
-    return torch.einsum("ntd,nt->nd", states.float(), weights) / total
+    total = torch.einsum("ntd,nt->nd", states.float(), weights)
+    return total / weights.sum(1, keepdim=True).clamp(min=1)
 
 
 def random_halves(ids: Tensor, mask: Tensor, generator: torch.Generator) -> Tensor:
@@ -85,10 +85,8 @@ def pool_features(query_states: Tensor, query_mask: Tensor, states: Tensor, mask
     B, G = len(query_states), len(states) // len(query_states)
     query, response = pool(query_states, query_mask), pool(states, mask)
     views = torch.stack([pool(states, half) for half in halves.unbind(1)], dim=1)
-    query_tokens = query_mask.sum(1).repeat_interleave(G)[:, None]
-    tokens = mask.sum(1)[:, None]
-    both = query.repeat_interleave(G, 0) * query_tokens + response * tokens
-    both = both / (query_tokens + tokens).clamp(min=1)
+    q, r = query_mask.sum(1).repeat_interleave(G)[:, None], mask.sum(1)[:, None]  # tokens
+    both = (query.repeat_interleave(G, 0) * q + response * r) / (q + r).clamp(min=1)
     return Features(query, *(part.unflatten(0, (B, G)) for part in (response, views, both)))
 
 
@@ -102,7 +100,8 @@ class BaseEncoder:
 
     def states(self, ids: Tensor, start: Tensor | None, prefix: SharedPrefix) -> Tensor:
         x, context = self.model.embed(ids, start, prefix)
-        return self.model.layers[0].attend(x, *context)  # (n, T, D)
+        layer = self.model.layers[0]
+        return x + layer.self_attn(layer.input_layernorm(x), *context)  # (n, T, D)
 
     @torch.no_grad()
     def encode(self, problems: list, prompts: list[list[int]], rollout: Rollout,
@@ -125,36 +124,63 @@ class BaseEncoder:
         return Features.join(parts)
 
 
-class SentenceEncoder:
-    """A frozen sentence encoder (the paper's is all-MiniLM-L6-v2), read by transformers."""
-
-    def __init__(self, name: str, device: torch.device):
-        self.read = hub.open_sentence_encoder(name, device)
-        self.size = self.mean(["a text"]).shape[1]
-
-    def mean(self, texts: list[str]) -> Tensor:
-        """(n, D): the mean over real tokens."""
-        states, _, mask = self.read(texts)
-        return pool(states, mask)
-
-    def encode(self, problems: list, prompts: list[list[int]], rollout: Rollout,
-               responses: list[str], generator: torch.Generator) -> Features:
-        """Reads the texts; query and response together are encoded as one text."""
-        queries, G = [problem.prompt for problem in problems], len(responses) // len(problems)
-        query_states, _, query_mask = self.read(queries)
-        states, ids, mask = self.read(responses)  # (N, T, D), (N, T), (N, T)
-        halves = random_halves(ids, mask, generator)
-        features = pool_features(query_states, query_mask, states, mask, halves)
-        together = [f"{queries[n // G]} {response}" for n, response in enumerate(responses)]
-        features.both = self.mean(together).view_as(features.response)
-        return features
-
-
 def mlp(inputs: int, outputs: int) -> nn.Sequential:
     """Three linear layers, LayerNorm and ReLU between."""
     return nn.Sequential(nn.Linear(inputs, DIMENSION), nn.LayerNorm(DIMENSION), nn.ReLU(),
                          nn.Linear(DIMENSION, DIMENSION), nn.LayerNorm(DIMENSION), nn.ReLU(),
                          nn.Linear(DIMENSION, outputs))
+
+
+class Standardise(nn.Module):
+    """(x - mean) / deviation with running statistics."""
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(1))
+        self.register_buffer("mean", torch.zeros(size))
+        self.register_buffer("variance", torch.zeros(size))
+
+    def update(self, x: Tensor) -> None:
+        """Merge the mean and the variance of the rows of x (..., size) into the running ones."""
+        x = x.reshape(-1, x.shape[-1])
+        total = self.count + len(x)
+        shift = x.mean(0) - self.mean
+        between = shift.square() * self.count / total
+        self.variance += (x.var(0, unbiased=False) - self.variance + between) * len(x) / total
+        self.mean += shift * len(x) / total
+        self.count.copy_(total.clamp(max=STANDARDISE_ROWS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - self.mean) / (self.variance.sqrt() + 1e-5)
+
+
+class Replay(nn.Module):
+    """The last `capacity` rows of each named tensor, sampled uniformly and without repeats."""
+
+    def __init__(self, capacity: int, **shapes: tuple[int, ...]):
+        super().__init__()
+        self.capacity = capacity
+        self.names = tuple(shapes)
+        self.register_buffer("added", torch.zeros(1, dtype=torch.long))
+        for name, shape in shapes.items():
+            self.register_buffer(name, torch.zeros(capacity, *shape))
+
+    def add(self, **rows: Tensor) -> None:
+        count = len(rows[self.names[0]])
+        slots = (self.added + torch.arange(count, device=self.added.device)) % self.capacity
+        for name in self.names:
+            getattr(self, name)[slots[-self.capacity:]] = rows[name][-self.capacity:]
+        self.added += count
+
+    def sample(self, count: int, generator: torch.Generator) -> dict[str, Tensor]:
+        filled = min(int(self.added), self.capacity)
+        rows = torch.randperm(filled, generator=generator)[:count].to(self.added.device)
+        return {name: getattr(self, name)[rows] for name in self.names}
+
+
+def same_responses(response: Tensor) -> Tensor:
+    """(B, G, G): which responses of a group are alike; they are no negatives of each other."""
+    return (response[:, :, None] - response[:, None]).abs().amax(-1) < 1e-4
 
 
 def info_nce(anchors: Tensor, targets: Tensor, same: Tensor,
@@ -181,27 +207,25 @@ class Strategist(Learner):
     def __init__(self, size: int, config: Config, recent: int = RECENT):
         super().__init__()
         self.config = config
-        self.equations = config.reading == "equations"
         with torch.random.fork_rng(devices=[]):  # leave the caller's random numbers alone
             torch.manual_seed(config.seed)
-            self.E = mlp(size, DIMENSION)
-            self.PSE = mlp(size, DIMENSION)
-            self.P = mlp(size, 1)
-            if self.equations:
-                self.action = nn.Linear(size, DIMENSION)
-                self.M = mlp(size + DIMENSION, size)
+            self.make_networks(size)
         self.PSE.load_state_dict(self.E.state_dict())
         self.PSE.requires_grad_(False)
-        G = config.samples
-        shapes = {"query": (size,), "response": (G, size), "views": (G, 2, size)}
-        if self.equations:
-            shapes["both"] = (G, size)
-            self.both_norm = Standardise(size)
         self.query_norm = Standardise(size)
         self.response_norm = Standardise(size)
-        self.recent = Replay(recent, **shapes)
-        self.outcomes = Replay(OUTCOMES, query=(size,), correct=(G,))
+        self.recent = Replay(recent, **self.memory_shapes(size))
+        self.outcomes = Replay(OUTCOMES, query=(size,), correct=(config.samples,))
         self.make_optimizer(LEARNING_RATE)
+
+    def make_networks(self, size: int) -> None:
+        self.E = mlp(size, DIMENSION)
+        self.PSE = mlp(size, DIMENSION)
+        self.P = mlp(size, 1)
+
+    def memory_shapes(self, size: int) -> dict[str, tuple]:
+        G = self.config.samples
+        return {"query": (size,), "response": (G, size), "views": (G, 2, size)}
 
     def expected(self, query: Tensor) -> Tensor:
         """z_pre (..., d): the strategy to expect of a query."""
@@ -212,25 +236,15 @@ class Strategist(Learner):
         """z_post (..., d): the strategy of a response, by the momentum head."""
         return F.normalize(self.PSE(self.response_norm(response)), dim=-1)
 
-    def achieved_together(self, both: Tensor) -> Tensor:
-        """z_post (..., d) of the equations' reading: E of query and response as one text."""
-        return F.normalize(self.E(self.both_norm(both)), dim=-1)
-
-    def next_state(self, query: Tensor, response: Tensor) -> Tensor:
-        """M(s, a): standardised features of query and response together, from those of each."""
-        state = self.query_norm(query)[:, None].expand_as(response)
-        action = self.action(self.response_norm(response))
-        return self.M(torch.cat((state, action), dim=-1))
-
     def observe(self, features: Features, correct: Tensor) -> None:
         """Update statistics and memories with a batch, of which each rank has a share."""
-        self.remember(features.gather(), parallel.gather(correct))
+        if parallel.active:
+            features, correct = features.gather(), parallel.gather(correct)
+        self.remember(features, correct)
 
     def remember(self, features: Features, correct: Tensor) -> None:
         self.query_norm.update(features.query)
         self.response_norm.update(features.response)
-        if self.equations:
-            self.both_norm.update(features.both)
         self.recent.add(**vars(features))
         self.outcomes.add(query=features.query, correct=correct)
 
@@ -238,29 +252,23 @@ class Strategist(Learner):
     def signals(self, features: Features, correct: Tensor, rollout: Rollout, problems: list,
                 responses: list[str]) -> Signals:
         """What the rewards of a batch may look at. correct (B, G)."""
-        query, response = features.query, features.response
-        success = self.P(self.query_norm(query)).sigmoid()  # (B, 1)
-        mean = mean_success_surprise(parallel.gather(correct), parallel.gather(success))
-        z_post, predicted, state = self.achieved(response), None, None
-        if self.equations:
-            scale = query.shape[-1] ** -0.5  # so that the norm of Eq. 3 does not grow with D
-            z_post = self.achieved_together(features.both)
-            predicted = self.next_state(query, response) * scale
-            state = self.both_norm(features.both) * scale
+        success = self.P(self.query_norm(features.query)).sigmoid()  # (B, 1)
+        whole = correct, success
+        if parallel.active:
+            whole = map(parallel.gather, whole)
         return Signals(
             correct=correct, logprobs=rollout.logprobs.view(*correct.shape, -1),
             lengths=rollout.lengths.view_as(correct), problems=problems, responses=responses,
-            features=features, z_pre=self.expected(query)[:, None], z_post=z_post, success=success,
-            mean_surprise=mean, predicted=predicted, state=state)
+            features=features, z_pre=self.expected(features.query)[:, None],
+            z_post=self.achieved(features.response), success=success,
+            mean_surprise=mean_success_surprise(*whole))
 
     def loss(self, groups: Features, queries: Tensor, correct: Tensor) -> tuple[Tensor, dict]:
         """The strategy prediction loss and its parts. P learns from queries and correct (n, G)."""
         # E: two views of one response belong together, other responses to the same query do not.
-        response = groups.response
-        same = (response[:, :, None] - response[:, None]).abs().amax(-1) < 1e-4  # (B, G, G)
-        negatives = self.config.negatives
+        same, negatives = same_responses(groups.response), self.config.negatives
         first, second = F.normalize(self.E(self.response_norm(groups.views)), dim=-1).unbind(2)
-        states = torch.cat((groups.views, response[:, :, None]), dim=2)  # (B, G, 3, D)
+        states = torch.cat((groups.views, groups.response[:, :, None]), dim=2)  # (B, G, 3, D)
         slow_first, slow_second, achieved = self.achieved(states).unbind(2)  # (B, G, d) each
         contrast, accuracy = info_nce(first, slow_second, same, negatives)
         mirrored, _ = info_nce(second, slow_first, same, negatives)
@@ -273,12 +281,6 @@ class Strategist(Learner):
         total = (contrast + mirrored) / 2 + expectation + success
         losses = {"contrastive_loss": contrast, "contrastive_accuracy": accuracy,
                   "expectation_loss": expectation, "success_loss": success}
-        if self.equations:
-            # M predicts the next state; E must also see the strategy in query and response.
-            world = F.mse_loss(self.next_state(groups.query, response), self.both_norm(groups.both))
-            together, _ = info_nce(self.achieved_together(groups.both), achieved, same, negatives)
-            total = total + world + together
-            losses["world_loss"] = world
         return total, {name: value.item() for name, value in losses.items()}
 
     def learn(self, updates: int, generator: torch.Generator) -> dict[str, float]:

@@ -8,11 +8,9 @@
 A step: sample responses, score them, add the intrinsic reward, turn rewards into advantages inside
 each group, update the adapters and then the strategy networks. Everything random is drawn from
 (seed, step), so a resumed run ends on the same bits as one that was never interrupted.
-
-A run folder holds config.json, metrics.jsonl (one line per step), evaluations.jsonl,
-evaluation.json (the last one), samples.md, adapter/ in PEFT's format, and checkpoint/.
 """
 import math
+import time
 from pathlib import Path
 
 import torch
@@ -25,19 +23,22 @@ import grpo
 import lora
 import reward
 import sample
-import strategy
 from evaluate import evaluate
 from sample import Rollout
+from strategy import BaseEncoder, Strategist
 from support import budget, checkpoint, files, parallel, report, tiny
 from support.clustering import Clustering
 from support.config import Config, check_config, guard, parse, with_preset
+from support.equations import EquationsStrategist
 from support.fast import accelerate, reuse_memory
 from support.meta import LearnedLambdas
+from support.sentences import SentenceEncoder
 
 RATE_WARMUP = 5  # steps in which the learning rate rises
 CLIP_GRADIENT = 1.0  # largest gradient norm
 WARMUP_UPDATES = 16  # updates of the strategy networks per rollout of the warm-up
 MOST_SKIPPED = 5  # steps in a row without a finite gradient before a run gives up
+STAGES = ("rollout", "score", "intrinsic", "advantage", "update")
 
 
 class Run:
@@ -47,10 +48,10 @@ class Run:
         self.config = config
         self.folder = Path(config.run)
         self.step = 0
+        check_config(config)
+        self.method = reward.find_method(config.method)
         self.problems = data.load(config.data, "train", seed=config.seed)
         self.eval_problems = data.load(config.data, config.eval_split, config.eval_problems)
-        self.method = reward.find_method(config.method)
-        check_config(config)
         with parallel.leader_first():
             base = tiny.find_base(config)
         self.policy = sample.open_policy(base, config)
@@ -60,17 +61,16 @@ class Run:
         eval_prompts = self.policy.encode(self.eval_problems)
         sample.check_request(self.model, self.prompts + eval_prompts, config.max_new_tokens)
         self.adapters = lora.parameters(self.model)
-        self.optimizer = torch.optim.AdamW(self.adapters.values(), config.learning_rate,
-                                           weight_decay=0.0)
+        self.optimizer = torch.optim.AdamW(self.adapters.values(), weight_decay=0.0)
         self.strategist = self.lambdas = None
         if config.method != "grpo":
-            self.encoder = strategy.BaseEncoder(self.model, config.micro_batch)
+            self.encoder = BaseEncoder(self.model, config.micro_batch)
             if config.encoder:
-                self.encoder = strategy.SentenceEncoder(config.encoder, self.model.device)
-            size = self.encoder.size
-            self.strategist = strategy.Strategist(size, config).to(self.model.device)
+                self.encoder = SentenceEncoder(config.encoder, self.model.device)
+            kind = Strategist if config.reading == "algorithm" else EquationsStrategist
+            self.strategist = kind(self.encoder.size, config).to(self.model.device)
             if isinstance(self.method, type):  # a reward with a memory
-                self.method = self.method(size, config).to(self.model.device)
+                self.method = self.method(self.encoder.size, config).to(self.model.device)
         if config.learn_lambdas:
             count = sum(adapter.numel() for adapter in self.adapters.values())
             self.lambdas = LearnedLambdas(config, count).to(self.model.device)
@@ -96,59 +96,51 @@ class Run:
 
     def generator(self, use: str, number: int, shared: bool = True) -> torch.Generator:
         """Random numbers for one use in one step or epoch, the same on all ranks if shared."""
-        own = () if shared or parallel.is_leader() else (parallel.rank(),)
-        return sample.seeded(self.config.seed, use, number, *own)
+        key = (self.config.seed, use, number)
+        if parallel.active and not shared and not parallel.is_leader():
+            key += (parallel.rank(),)
+        return sample.seeded(*key)
 
     def batch(self, step: int) -> tuple[list, list[list[int]]]:
-        """This rank's share of a step's problems, and their prompts.
-
-        The training set in a new order every epoch, as (seed, step) decides.
-        """
+        """This rank's share of a step's problems, and their prompts; each epoch has its order."""
         count, size = len(self.problems), self.config.problems
-        positions = range(step * size, (step + 1) * size)
-        epochs = {position // count for position in positions}
-        orders = {epoch: torch.randperm(count, generator=self.generator("epoch", epoch)).tolist()
-                  for epoch in epochs}
-        chosen = [orders[position // count][position % count] for position in positions]
-        chosen = parallel.share(chosen)
+        chosen, orders = [], {}
+        for position in range(step * size, (step + 1) * size):
+            epoch, place = divmod(position, count)
+            if epoch not in orders:
+                orders[epoch] = torch.randperm(count, generator=self.generator("epoch", epoch))
+            chosen.append(int(orders[epoch][place]))
+        if parallel.active:
+            chosen = parallel.share(chosen)
         return [self.problems[i] for i in chosen], [self.prompts[i] for i in chosen]
 
     def roll_out(self, prompts: list[list[int]], use: str, step: int) -> tuple[Rollout, list[str]]:
         """G responses to each prompt, as ids and as text."""
-        config = self.config
+        config, generator = self.config, self.generator(use, step, shared=False)
         rollout = sample.generate(self.model, prompts, config.samples, config.max_new_tokens,
-                                  config.temperature, self.policy.eos_ids,
-                                  self.generator(use, step, shared=False))
+                                  config.temperature, self.policy.eos_ids, generator)
         return rollout, self.policy.decode(rollout)
 
     def evaluate(self) -> dict:
         """The evaluation after this many steps; a resumed run finds it in its file."""
-        if self.step in self.evaluations:
-            return self.evaluations[self.step]
-        evaluation = evaluate(self.policy, self.eval_problems, self.config, self.clustering)
-        metrics = {"step": self.step, **evaluation.metrics}
-        if self.step == 0:
-            self.clustering = evaluation.clustering
-        elif self.clustering is None:  # without the base model's there is nothing to compare with
-            metrics["cluster_entropy"] = None
-        self.evaluations[self.step] = metrics
-        if parallel.is_leader():
+        if self.step not in self.evaluations:
+            found = evaluate(self.policy, self.eval_problems, self.config, self.clustering)
             if self.step == 0:
-                tensors = self.clustering.state_dict()
-                files.write_tensors(self.folder / "clustering.safetensors", tensors)
-            report.write_evaluation(self.folder, metrics, evaluation.records)
-        return metrics
+                self.clustering = found.clustering  # the base model's, for all later evaluations
+            elif self.clustering is None:  # it was lost: there is nothing to compare with
+                found.metrics["cluster_entropy"] = None
+            self.evaluations[self.step] = {"step": self.step, **found.metrics}
+            if parallel.is_leader():
+                report.write_evaluation(self.folder, self.evaluations[self.step], found)
+        return self.evaluations[self.step]
 
 
 def warm_up(run: Run) -> None:
-    """Show the strategy networks the base policy's responses before it starts to change.
-
-    A policy may lose its strategies within fifty steps, sooner than new networks learn to see them.
-    """
-    updates = run.config.strategy_warmup
-    numbers = range(math.ceil(updates / WARMUP_UPDATES))
-    for number in tqdm(numbers, "warming up the strategy networks", leave=False,
-                       disable=not parallel.is_leader()):
+    """Show the strategy networks the base policy's responses, before it loses its strategies."""
+    updates = run.config.strategy_warmup if run.strategist else 0
+    numbers = tqdm(range(math.ceil(updates / WARMUP_UPDATES)), "warming up the strategy networks",
+                   leave=False, disable=not parallel.is_leader())
+    for number in numbers:
         problems, prompts = run.batch(number)
         rollout, responses = run.roll_out(prompts, "warm-up rollout", number)
         correct = reward.correctness(problems, responses).to(run.model.device)
@@ -162,17 +154,16 @@ def warm_up(run: Run) -> None:
 def train_step(run: Run, step: int) -> dict:
     """One step of GRPO with an intrinsic reward -> its metrics."""
     config, model, strategist = run.config, run.model, run.strategist
-    clock = report.Stopwatch()
-    metrics, per_response = {}, {}
+    metrics, per_response, times = {}, {}, [time.perf_counter()]
 
     # 1. Rollout: G responses to each of B problems.
     problems, prompts = run.batch(step)
     rollout, responses = run.roll_out(prompts, "rollout", step)
-    clock("rollout")
+    times.append(time.perf_counter())
 
     # 2. Extrinsic reward: 1 for a correct response, else 0.
     correct = reward.correctness(problems, responses).to(model.device)  # (B, G)
-    clock("score")
+    times.append(time.perf_counter())
 
     # 3. Intrinsic reward: how unlike what was to be expected of its query? Eq. 1, behind the gate.
     rewards = correct
@@ -183,34 +174,51 @@ def train_step(run: Run, step: int) -> dict:
         signals = strategist.signals(features, correct, rollout, problems, responses)
         weighed = run.lambdas.apply_to(config) if run.lambdas else config
         rewards = reward.augment(correct, run.method(signals, weighed), config, step)  # (B, G)
-        ss, sus = reward.parts(signals, config)
-        brier = (signals.success - correct).square()
-        per_response |= {"ss": ss, "sus": sus, "brier": brier}
+        per_response["ss"], per_response["sus"] = reward.parts(signals, config)
+        per_response["brier"] = (signals.success - correct).square()
         metrics |= {"alpha": reward.alpha_at(step, config), "lambda_ss": weighed.lambda_ss,
                     "lambda_sus": weighed.lambda_sus}
-    clock("intrinsic")
+    times.append(time.perf_counter())
 
     # 4. Advantage: better or worse than the group's mean?
     advantages = grpo.group_advantages(rewards, config.normalise)  # (B, G)
     if run.lambdas:
         run.lambdas.step(model, prompts, rollout, signals, rewards, config, step)
-    clock("advantage")
+    times.append(time.perf_counter())
 
     # 5. Update the policy, then the strategy networks.
     reference = grpo.reference_logprobs(model, prompts, rollout, config) if config.kl else None
     metrics |= update_policy(run, prompts, rollout, advantages, reference, step)
     if strategist:
         metrics |= strategist.learn(config.strategy_updates, run.generator("replay", step))
-    clock("update")
+    times.append(time.perf_counter())
 
-    per_response |= {"correct": correct, "reward": rewards,
-                     "tokens": rollout.lengths.view_as(correct),
-                     "finished": rollout.finished.view_as(correct),
-                     "logprob": rollout.logprobs.sum(1).view_as(correct)}
-    metrics |= report.batch_metrics(per_response, config)
-    seconds = sum(clock.seconds.values())
-    return {"step": step + 1, **metrics, "tokens_per_second": metrics["tokens"] / seconds,
-            **clock.seconds}
+    per_response |= {"correct": correct, "reward": rewards}
+    metrics |= summarise(per_response, rollout, config)
+    metrics["tokens_per_second"] = metrics["tokens"] / (times[-1] - times[0])
+    for stage, before, after in zip(STAGES, times, times[1:]):
+        metrics[f"seconds_{stage}"] = after - before
+    return {"step": step + 1, **metrics}
+
+
+def summarise(per_response: dict[str, Tensor], rollout: Rollout, config: Config) -> dict:
+    """What this rank knows of each response, (B, G) per name -> metrics of the whole batch."""
+    values = {**per_response, "length": rollout.lengths, "finished": rollout.finished,
+              "logprob": rollout.logprobs.sum(1)}
+    if parallel.active:
+        values = {name: parallel.gather(value) for name, value in values.items()}
+    correct, rewards, tokens = values["correct"], values["reward"], values["length"].sum()
+    metrics = {name: values[name].mean() for name in per_response}
+    if "ss" in values:
+        advantages = grpo.group_advantages(rewards, config.normalise)
+        extrinsic = grpo.group_advantages(correct, config.normalise)
+        metrics["bonus"] = (rewards - correct).mean()
+        metrics["bonus_share"] = reward.bonus_share(advantages, extrinsic)
+    metrics |= {"entropy": -values["logprob"].sum() / tokens,
+                "zero_signal": (correct.amax(1) == correct.amin(1)).float().mean(),
+                "tokens": tokens, "response_length": tokens / correct.numel(),
+                "truncated": 1 - values["finished"].float().mean()}
+    return {name: float(value) for name, value in metrics.items()}
 
 
 def update_policy(run: Run, prompts: list, rollout: Rollout, advantages: Tensor,
@@ -229,35 +237,32 @@ def update_policy(run: Run, prompts: list, rollout: Rollout, advantages: Tensor,
         if finite:  # one bad batch must not spoil the adapters and the optimizer
             run.optimizer.step()
         run.optimizer.zero_grad()
-        if not finite:
-            break
     return metrics | {"gradient_norm": norm, "learning_rate": rate, "skipped": int(not finite)}
 
 
 def train(run: Run) -> None:
     """Steps until the end, or until Ctrl-C, which lets the step finish and saves it."""
-    config, saved, skipped, stopped = run.config, run.step, 0, False
-    loggers = report.open_loggers(config) if parallel.is_leader() else []
+    config, leader = run.config, parallel.is_leader()
+    saved, skipped, stopped = run.step, 0, False
+    loggers = report.open_loggers(config) if leader else []
     bar = tqdm(total=config.steps, initial=run.step, desc=f"training {config.method}", unit="step",
-               disable=not parallel.is_leader())
+               disable=not leader)
     with bar, report.catch_signals() as asked:
         while run.step < config.steps and not stopped:
             if config.eval_every and run.step % config.eval_every == 0:
                 run.evaluate()
             metrics = train_step(run, run.step)
             run.step += 1
-            if parallel.is_leader():
+            if leader:
                 files.append_line(run.folder / "metrics.jsonl", report.only_finite(metrics))
             for log in loggers:
                 log(metrics)
-            shown = {name: f"{metrics[name]:.2f}" for name in ("correct", "entropy")}
-            bar.set_postfix(shown, refresh=False)
+            bar.set_postfix_str(f"correct {metrics['correct']:.2f}", refresh=False)
             bar.update()
             skipped = skipped + 1 if metrics["skipped"] else 0
             if skipped == MOST_SKIPPED:
-                raise FloatingPointError(
-                    f"the loss or its gradient was not finite in {MOST_SKIPPED} steps in a row: "
-                    "start a new run with a lower --learning-rate, --alpha or --kl")
+                raise FloatingPointError(f"no finite gradient in {skipped} steps in a row: start a "
+                                         "new run with a lower --learning-rate, --alpha or --kl")
             if run.step % config.checkpoint_every == 0:
                 run.save()
                 saved = run.step
@@ -266,20 +271,6 @@ def train(run: Run) -> None:
             run.save()
     if stopped:
         raise KeyboardInterrupt
-
-
-def train_and_evaluate(run: Run) -> None:
-    """The whole run, from wherever it stands."""
-    if run.step == 0:
-        run.evaluate()
-        if run.strategist:
-            warm_up(run)
-    train(run)
-    after = run.evaluate()
-    if parallel.is_leader():
-        report.write_card(run.folder / "adapter", run.policy.base, run.config, run.step, after,
-                          merged=False)
-        print(report.summary(run.folder, run.evaluations.get(0), after))
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -293,7 +284,16 @@ def main(argv: list[str] | None = None) -> None:
         parallel.start(config.device)
         with checkpoint.run_folder(config, given) as config:
             with guard(lambda: checkpoint.how_to_continue(config)):
-                train_and_evaluate(Run(config))
+                run = Run(config)
+                if run.step == 0:
+                    run.evaluate()
+                    warm_up(run)
+                train(run)
+                after = run.evaluate()
+                if parallel.is_leader():
+                    report.write_card(run.folder / "adapter", run.policy.base, config, run.step,
+                                      after, merged=False)
+                    print(report.summary(run.folder, run.evaluations.get(0), after))
 
 
 if __name__ == "__main__":

@@ -1,177 +1,148 @@
-"""What bench.py compares with: transformers' generate and TRL's GRPOTrainer with PEFT, on the same shapes, prompts and counts.
+"""The sides that bench.py compares, each in a process of its own, which takes a turn when asked.
 
-Each runs in a process of its own, as its users have it, and takes its turn when it is asked: `Peer` is bench.py's end of the
-pipe, `main` the other. Questions and answers are lines of JSON.
+    train       a step of train.py
+    generate    a rollout of transformers' generate
+    trl         a step of TRL's GRPOTrainer with PEFT
+    machine     what this machine is capable of
+
+An empty line asks for a turn, a line of JSON says how it went. All sides take the model, the
+problems and every count from one Config. The temperature is 1, and there is no top-k.
 """
 import json
-import os
-import random
-import resource
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
+import data
 import lora
-import tiny
 import train
-from flags import parse
-from model import ModelConfig, Transformer
+from sample import Policy, seeded
+from support import hub, tiny
+from support.config import Config
+from support.fast import reuse_memory
 
-LARGE = {**tiny.CONFIG, "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
-         "num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 2048}
-SAMPLES, NEW_TOKENS = 8, 64
-MANY = 1000                             # steps that TRL is told to take; it is asked for fewer
+MANY = 1000  # steps that TRL is told to take; it is asked for fewer
 
 
-class Peer:
-    def __init__(self, *words):
-        self.complaints = tempfile.TemporaryFile("w+")
-        self.process = subprocess.Popen([sys.executable, __file__, *map(str, words)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                        stderr=self.complaints, text=True)
-
-    def ask(self, *question):
-        """One turn -> what it answers."""
+def ask(side: str, config: Config) -> Iterator[dict]:
+    """Start a side. Each `next` is a turn; the process ends with the iterator."""
+    command = [sys.executable, "-m", "bench.peers", side, json.dumps(asdict(config))]
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(command, cwd=Path(__file__).parent.parent, text=True,
+                                   stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors)
         try:
-            print(json.dumps(question), file=self.process.stdin, flush=True)
-        except BrokenPipeError:
-            pass                                            # it is gone: the next line says why
-        if not (answer := self.process.stdout.readline()):
-            self.complaints.seek(0)
-            raise ValueError(f"a peer failed ({' '.join(self.process.args[2:])}): {(self.complaints.read().strip().splitlines() or ['killed'])[-1]} "
-                             f"(exit code {self.process.wait()})")
-        return json.loads(answer)
-
-    def __enter__(self) -> "Peer":
-        return self
-
-    def __exit__(self, *error) -> None:
-        self.process.kill(), self.process.communicate(), self.complaints.close()
+            while True:
+                print(file=process.stdin, flush=True)
+                yield json.loads(process.stdout.readline())
+        except (BrokenPipeError, json.JSONDecodeError):  # it is gone
+            code = process.wait()
+            errors.seek(0)
+            last = ["killed", *errors.read().strip().splitlines()][-1]
+            raise ValueError(f"a peer failed ({side}): {last} (exit code {code})") from None
+        finally:
+            process.kill()
+            process.communicate()
 
 
-def timed(function, *arguments) -> tuple[float, object]:
-    begin = time.perf_counter()
-    result = function(*arguments)
-    return time.perf_counter() - begin, result
-
-
-def peak_memory() -> int:
-    """Bytes. Linux counts a process's getrusage from the one that started it, its own status does not."""
+def turns() -> Iterator[dict]:
+    """The other end: wait to be asked, yield a dictionary for the turn's results, answer with it."""
     status = Path("/proc/self/status")
-    if status.exists():
-        return int(next(line.split()[1] for line in status.read_text().splitlines() if line.startswith("VmHWM"))) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    for _ in sys.stdin:
+        results, begin = {}, time.perf_counter()
+        yield results
+        results["seconds"] = time.perf_counter() - begin
+        peak = status.read_text().split("VmHWM:")[1].split()[0] if status.exists() else "nan"
+        results["gigabytes"] = float(peak) / 2 ** 20
+        print(json.dumps(results), file=sys.__stdout__, flush=True)
 
 
-def make_run(method: str, cache: Path, *flags: str) -> train.Run:
-    """A run as train.py would start it; nothing is written until it takes a checkpoint, which it does not."""
-    config, _ = parse(train.Config, "", ["--run", "unused", "--device", "cpu", "--method", method, "--cache", str(cache), *flags])
-    return train.Run(config)
+def train_side(config: Config) -> None:
+    reuse_memory()  # as train.py does
+    run, learning = train.Run(config), 0.0
+    if run.strategist:
+        for memory in (run.strategist.recent, run.strategist.outcomes):
+            memory.added.fill_(memory.capacity)  # full, as later in a run
+        begin = time.perf_counter()
+        run.strategist.learn(10 * config.strategy_updates, seeded(0))
+        learning = (time.perf_counter() - begin) / 10
+    for number, results in enumerate(turns()):
+        results |= train.train_step(run, number)
+        results["seconds_sus"] = results["seconds_intrinsic"] + learning
 
 
-def write_model(shape: dict, folder: Path) -> Path:
-    """Random weights of this shape, as transformers reads them."""
-    if not (folder / "config.json").exists():
-        model = Transformer(ModelConfig.from_dict(shape))
-        tiny.initialise(model, torch.Generator().manual_seed(0))
-        model.save_pretrained(folder)
-    return folder
+def machine_side(config: Config) -> None:
+    """Operations per second in products of large matrices, bytes per second from memory."""
+    square, long = torch.randn(2, 1536, 1536), torch.ones(2 ** 28)
+    for results in turns():
+        begin = time.perf_counter()
+        for _ in range(40):
+            torch.mm(*square)
+        middle = time.perf_counter()
+        long.sum()
+        results["operations"] = 40 * 2 * 1536 ** 3 / (middle - begin)
+        results["bytes"] = long.nbytes / (time.perf_counter() - middle)
 
 
-def make_prompts(shape: dict, count: int, length: int) -> list[list[int]]:
-    return torch.randint(2, min(100, shape["vocab_size"]), (count, length), generator=torch.Generator().manual_seed(1)).tolist()
+def open_task(config: Config) -> tuple[Path, Policy, list]:
+    """-> the folder of the model, a policy without a model, the problems."""
+    base = tiny.find_base(config)
+    tokenizer = hub.open_tokenizer(base)
+    policy = Policy(None, tokenizer, hub.find_eos_ids(base, tokenizer, len(tokenizer)), config)
+    return base, policy, data.load(config.data, "train", config.problems)
 
 
-def trl_trainer(model, tokenizer, rows: dict, judge, samples: int, tokens: int, kl: float, folder: Path, callback,
-                recompute: bool = False, **more):
-    """GRPOTrainer with the same counts and adapters; a batch is the whole of `rows`. Like our side it keeps activations, unless
-    asked to recompute: gradient checkpointing, TRL's default, saves memory and takes a third more time in the update."""
+@torch.inference_mode()
+def generate_side(config: Config) -> None:
+    from transformers import AutoModelForCausalLM
+    base, policy, problems = open_task(config)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    prompts = torch.tensor(policy.encode(problems)).repeat_interleave(config.samples, 0)
+    for results in turns():
+        ids = model.generate(prompts, attention_mask=torch.ones_like(prompts), do_sample=True,
+                             temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=config.max_new_tokens,
+                             pad_token_id=0, eos_token_id=list(policy.eos_ids))
+        ended = torch.isin(ids[:, prompts.shape[1]:], torch.tensor(policy.eos_ids)).long()
+        results["tokens"] = int((ended.cumsum(1) - ended == 0).sum())  # end tokens included
+
+
+def trl_side(config: Config) -> None:
     import datasets
     import peft
-    import trl
-    count = len(rows["prompt"])
-    arguments = trl.GRPOConfig(
-        output_dir=str(folder / "trl"), per_device_train_batch_size=count * samples, num_generations=samples, max_completion_length=tokens,
-        beta=kl, temperature=1.0, top_k=0, top_p=1.0, learning_rate=1e-4, max_steps=MANY, use_cpu=True, report_to="none",
-        save_strategy="no", logging_strategy="no", disable_tqdm=True, bf16=False, fp16=False, gradient_checkpointing=recompute,
-        loss_type="grpo", shuffle_dataset=False, **more)
-    return trl.GRPOTrainer(
-        model, judge, arguments, datasets.Dataset.from_dict({name: column * MANY for name, column in rows.items()}),
-        processing_class=tokenizer, callbacks=[callback],
-        peft_config=peft.LoraConfig(r=8, lora_alpha=16, target_modules=list(lora.TARGETS), task_type="CAUSAL_LM"))
-
-
-def make_clock(answer):
-    """A callback for TRL: before each step it waits to be asked, afterwards it answers with its seconds and its peak memory."""
     import transformers
+    import trl
+    base, policy, problems = open_task(config)
+    by_prompt, asked = {policy.plain_text(problem): problem for problem in problems}, turns()
+
+    def judge(prompts, completions, **_):
+        return [by_prompt[prompt].judge(text) for prompt, text in zip(prompts, completions)]
 
     class Clock(transformers.TrainerCallback):
-        def on_step_begin(self, *arguments, **options):
-            if not sys.stdin.readline():
-                sys.exit()                                  # nobody is left to ask
-            self.begin = time.perf_counter()
+        def on_train_begin(self, *arguments, **options):
+            next(asked)
+        on_step_end = on_train_begin  # answers, then waits to be asked again
 
-        def on_step_end(self, *arguments, **options):
-            answer([time.perf_counter() - self.begin, peak_memory()])
-    return Clock()
-
-
-def generating(folder: Path, answer) -> None:
-    """transformers' generate, over and over: (prompts, new tokens, end tokens) -> seconds and sampled tokens, ends included."""
-    import transformers
-    transformers.logging.set_verbosity_error()
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    for line in sys.stdin:
-        prompts, tokens, ends = json.loads(line)
-        repeated = torch.tensor(prompts).repeat_interleave(SAMPLES, 0)
-        with torch.inference_mode():
-            seconds, ids = timed(lambda: model.generate(
-                repeated, attention_mask=torch.ones_like(repeated), do_sample=True, top_k=0, top_p=1.0, temperature=1.0, max_new_tokens=tokens,
-                pad_token_id=0, eos_token_id=ends or None, use_cache=True))
-        ended = torch.isin(ids[:, repeated.shape[1]:], torch.tensor(ends)).long()
-        answer([seconds, int(((ended.cumsum(1) - ended) == 0).sum())])
+    settings = trl.GRPOConfig(
+        output_dir=config.run, per_device_train_batch_size=config.problems * config.samples,
+        num_generations=config.samples, max_completion_length=config.max_new_tokens, top_k=0,
+        top_p=1.0, temperature=1.0, beta=config.kl, learning_rate=config.learning_rate,
+        loss_type="grpo", gradient_checkpointing=config.recompute, bf16=False, use_cpu=True,
+        max_steps=MANY, shuffle_dataset=False, report_to="none", save_strategy="no",
+        logging_strategy="no", disable_tqdm=True)
+    adapters = peft.LoraConfig(r=config.rank, lora_alpha=lora.ALPHA, task_type="CAUSAL_LM",
+                               target_modules=list(lora.TARGETS))
+    rows = datasets.Dataset.from_dict({"prompt": list(by_prompt) * MANY})
+    trl.GRPOTrainer(str(base), judge, settings, rows, processing_class=policy.tokenizer,
+                    callbacks=[Clock()], peft_config=adapters).train()
 
 
-def trl_side(length: int, folder: Path, answer, recompute: bool) -> None:
-    """TRL's steps on the large shape; every completion has all its tokens."""
-    import transformers
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(LARGE["vocab_size"])}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w1", unk_token="w0")
-    texts = [" ".join(f"w{i}" for i in prompt) for prompt in make_prompts(LARGE, 2, length)]
-    rng = random.Random(0)
-    trl_trainer(str(write_model(LARGE, folder / "large")), tokenizer, {"prompt": texts}, lambda completions, **_: [rng.random() for _ in completions],
-                SAMPLES, NEW_TOKENS, 0.04, folder, make_clock(answer), recompute,
-                generation_kwargs={"min_new_tokens": NEW_TOKENS, "eos_token_id": 1}).train()
-
-
-def countdown_side(cache: Path, folder: Path, answer) -> None:
-    """TRL on the tiny model and the problems of a default run, judged as there."""
-    run = make_run("grpo", cache)
-    config, problems = run.config, [run.problems[i] for i in run.batch(0)]
-    by_prompt = {problem.prompt: problem for problem in problems}
-    trl_trainer(run.policy.base, run.policy.tokenizer, {"prompt": [problem.prompt for problem in problems]},
-                lambda prompts, completions, **_: [by_prompt[prompt].judge(text) for prompt, text in zip(prompts, completions)],
-                config.samples, config.max_new_tokens, config.kl, folder, make_clock(answer)).train()
-
-
-def main() -> None:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)                                           # TRL prints as well
-    kind, *words = sys.argv[1:]
-    def answer(value):
-        print(json.dumps(value), file=answers, flush=True)
-    if kind == "generate":
-        generating(Path(words[0]), answer)
-    elif kind == "trl":
-        trl_side(int(words[0]), Path(words[1]), answer, words[2:] == ["recompute"])
-    else:
-        countdown_side(Path(words[0]), Path(words[1]), answer)
-
+SIDES = {"train": train_side, "generate": generate_side, "trl": trl_side, "machine": machine_side}
 
 if __name__ == "__main__":
-    main()
+    sys.stdout = sys.stderr  # what TRL prints is no answer
+    SIDES[sys.argv[1]](Config(**json.loads(sys.argv[2])))

@@ -1,86 +1,205 @@
-"""Figures from run folders, as PNG files.
+"""Figures from run folders, as PNG files; needs matplotlib.
 
     python -m experiments.plot runs/reproduce/main          every figure that these runs can show
     python -m experiments.plot runs/a runs/b --output figures
 
 Runs whose folders differ only in the number at the end are seeds of one setting: they share a line,
-with the 95 % interval of their mean as a band. Needs matplotlib.
+with the 95 % interval of their mean as a band.
 
-    story, diversity     pass@k and entropies over training; passes: pass@k against k
-    intrinsic, losses    both parts of the bonus, and what the networks minimise, over training
-    training             a single run: its own metrics, step by step
-    ablation             both parts of SuS, either part, none; sensitivity: runs named FLAG=VALUE
-    embeddings           strategy embeddings before and after training, coloured by true strategy
+    story, diversity, intrinsic, losses, training    metrics over the steps
+    passes, ablation    pass@k against k; both parts of SuS, either part, none
+    sensitivity         pass@k of sus and of runs named FLAG=VALUE against the value
+    embeddings          a map of responses, coloured by true strategy or else by cluster
 """
 import argparse
-import math
 import re
 from collections import Counter
 from dataclasses import dataclass
-from itertools import cycle
 from pathlib import Path
-from statistics import fmean, stdev
+
+import numpy as np
 
 from support.checkpoint import CHANGEABLE
 from support.config import Parser, guard
 from support.files import read_json, read_lines
 
-LABELS = {"sus": "SuS", "grpo": "GRPO", "ss": "SS only", "grpo-kl-0.1": "GRPO, KL 0.1",
-          "surprise": "surprise only", "grpo-no-kl": "GRPO without KL", "perplexity": "perplexity",
-          "oracle": "oracle", "base": "base model",
-          "grpo-kl-0.1-rate-0.004": "GRPO, KL 0.1, rate 0.004"}
+OVER_STEPS = {
+    "story": ("pass@1", "pass@5", "strategy_entropy"),
+    "diversity": ("strategy_entropy", "cluster_entropy"),
+    "intrinsic": ("ss", "sus", "bonus_share"),
+    "losses": ("loss", "contrastive_loss", "expectation_loss", "success_loss", "world_loss"),
+    "training": ("correct", "entropy", "kl")}
+MAIN = ("sus", "grpo", "grpo-no-kl", "grpo-kl-0.1")  # first in the legends; with all four of them
+ASIDE = ("ss", "surprise", "perplexity", "oracle", "grpo-kl-0.1-rate-0.004")  # these are left out
 # Okabe and Ito's colours, which people with colour blindness can tell apart, and two more.
-COLOURS = dict(zip(LABELS, ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9",
-                            "#F0E442", "#000000", "#999999", "#882255")))
-HEADINGS = {  # a metric whose heading has a % is a share
-    "pass@1": "right at the first try (pass@1, %)", "pass@5": "right within five tries (pass@5, %)",
-    "strategy_entropy": "entropy of true strategies (nats)",
-    "cluster_entropy": "entropy of embedding clusters (nats)",
-    "correct": "correct responses (%)", "entropy": "entropy per token (nats)",
-    "ss": "SS", "sus": "SuS", "bonus_share": "share of the advantages that it decides",
-    "loss": "policy", "contrastive_loss": "E, InfoNCE", "expectation_loss": "E(query)",
-    "success_loss": "P, cross-entropy", "world_loss": "M, squared error"}
-RESULTS = ("pass@1", "pass@5", "strategy_entropy")
-METHODS = ("sus", "grpo", "grpo-kl-0.1", "grpo-no-kl", "perplexity", "oracle")
-LINE_FIGURES = {  # title, file of the run, metrics, methods that it shows of the main reproduction
-    "story": ("What training does to a policy's strategies", "evaluations", RESULTS, METHODS[:4]),
-    "diversity": ("Diversity over training", "evaluations",
-                  ("strategy_entropy", "cluster_entropy"), METHODS),
-    "intrinsic": ("The two parts of the intrinsic reward (means over all responses)", "metrics",
-                  ("ss", "sus", "bonus_share"), ("sus",)),
-    "losses": ("Losses over training", "metrics",
-               [metric for metric in HEADINGS if "loss" in metric], ("sus", "grpo")),
-    "training": ("One run", "metrics", ("correct", "entropy", "ss", "sus"), METHODS)}
+PALETTE = "#0072B2 #D55E00 #56B4E9 #CC79A7 #009E73 #E69F00 #F0E442 #000000 #999999 #882255".split()
 # Student's t, 97.5 %, by degrees of freedom; beyond them 1.96 + 2.5 / degrees is close.
-STUDENT = (math.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+STUDENT = (np.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+Panels = dict[str, list[tuple]]  # of a figure: heading -> points (name, x, y)
 
 
 @dataclass
 class Run:
-    name: str  # the folder's name without the number at its end
+    name: str  # the folder's name without the numbers at its end
     seed: int
     config: dict
-    records: dict[str, list[dict]]  # the lines of metrics.jsonl and of evaluations.jsonl
+    metrics: list[dict]
+    evaluations: list[dict]
     folder: Path
 
-    def final(self, metric: str) -> float | None:
-        return self.records["evaluations"][-1].get(metric)
+
+def read_runs(path: str) -> list[Run]:
+    """Every run in a folder, itself included, finished or not."""
+    runs = []
+    for folder in sorted(file.parent for file in Path(path).rglob("config.json")):
+        config = read_json(folder / "config.json")
+        metrics = read_lines(folder / "metrics.jsonl")
+        evaluations = read_lines(folder / "evaluations.jsonl")
+        if "method" in config and evaluations:
+            # train.py names folders METHOD-DATA-SEED, a repeated run METHOD-DATA-SEED-2.
+            name = re.sub(r"(-\d+)+$", "", folder.name).removesuffix(f"-{config.get('data')}")
+            runs.append(Run(name, config.get("seed", 0), config, metrics, evaluations, folder))
+    if not runs:
+        raise ValueError(f"no run in {path}: expected a run, or a folder that holds runs")
+    return runs
 
 
-def read_run(folder: Path) -> Run | None:
-    """The run in this folder, finished or not; None if there is none."""
-    config = read_json(folder / "config.json")
-    records = {name: read_lines(folder / f"{name}.jsonl") for name in ("metrics", "evaluations")}
-    if "method" not in config or not records["evaluations"]:
-        return None
-    for name, lines in records.items():
-        for line in lines:
-            numbers = [line.get(metric) for metric in HEADINGS] + line.get("pass_curve", [])
-            if not all(isinstance(number, int | float | None) for number in numbers):
-                raise ValueError(f"{folder / name}.jsonl is damaged at step {line['step']}: "
-                                 "expected numbers")
-    name, method = re.sub(r"-\d+$", "", folder.name), config["method"].rpartition(":")[2]
-    task = Path(config.get("data", "").rpartition(":")[2]).stem
-    if re.fullmatch(rf"{re.escape(method)}-{re.escape(task)}(-\d+)?", name):
-        name = method  # train.py chose the folder
-    return Run(name, config.get("seed", 0), config, records, folder)
+def tell_apart(group: list[Run]) -> None:
+    """Runs of one name with different settings are no seeds: those settings join the name."""
+    keys = set().union(*(run.config for run in group)) - CHANGEABLE - {"seed"} | {"steps"}
+    for key in sorted(keys):
+        if len({str(run.config.get(key)) for run in group}) > 1:
+            for run in group:
+                run.name += f" {key}={run.config.get(key)}"
+
+
+def find_runs(paths: list[str]) -> list[Run]:
+    """The runs in these folders, by name and seed; of a repeated run the longest."""
+    runs = [run for path in paths for run in read_runs(path)]
+    if len({run.config.get("eval_split") for run in runs}) > 1:
+        raise ValueError("runs on test and on validation problems do not belong into one figure")
+    for name in {run.name for run in runs}:
+        tell_apart([run for run in runs if run.name == name])
+    runs.sort(key=lambda run: (run.evaluations[-1]["step"], len(run.metrics)))
+    longest = {(run.name, run.seed, run.config.get("cache")): run for run in runs}
+    order = [*MAIN, *sorted({run.name for run in runs}.difference(MAIN))]
+    return sorted(longest.values(), key=lambda run: (order.index(run.name), run.seed))
+
+
+def mean_and_half(values: list[float]) -> tuple[float, float]:
+    """Mean and half the width of its 95 % interval, which a single value does not have: nan."""
+    n = len(values)
+    t = STUDENT[n - 1] if n <= len(STUDENT) else 1.96 + 2.5 / (n - 1)
+    return np.mean(values), t * np.std(values, ddof=min(1, n - 1)) / np.sqrt(n)
+
+
+def over_steps(runs: list[Run], metrics: tuple[str, ...]) -> Panels:
+    lines = [(run.name, line) for run in runs for line in run.evaluations + run.metrics]
+    return {f"{metric} by step": [(name, line["step"], line.get(metric)) for name, line in lines]
+            for metric in metrics}
+
+
+def passes(runs: list[Run]) -> Panels:
+    curves = [(run.name, run.evaluations[-1]) for run in runs]
+    curves += [("base model", run.evaluations[0]) for run in runs if run.name == runs[0].name]
+    return {"pass@k by k": [(name, k, share) for name, line in curves
+                            for k, share in enumerate(line.get("pass_curve") or [], 1)]}
+
+
+def ablation(runs: list[Run]) -> Panels:
+    parts = [run for run in runs if run.name in ("sus", "ss", "surprise", "grpo")]
+    if len({run.name for run in parts}) < 3:
+        return {}
+    return {metric: [(run.name, run.name, run.evaluations[-1].get(metric)) for run in parts]
+            for metric in OVER_STEPS["story"]}
+
+
+def sensitivity(runs: list[Run]) -> Panels:
+    flags = {run.name.partition("=")[0] for run in runs if "=" in run.name} & runs[0].config.keys()
+    return {f"pass@k by {flag}": [(metric, run.config.get(flag), run.evaluations[-1].get(metric))
+                                  for metric in ("pass@1", "pass@5") for run in runs
+                                  if run.name == "sus" or run.name.startswith(f"{flag}=")]
+            for flag in sorted(flags)}
+
+
+def embeddings(runs: list[Run]) -> Panels:
+    """The base policy's responses, then those of up to three settings after training."""
+    files = {"before training": runs[0].folder / "samples-before.jsonl"}
+    for run in runs:
+        files.setdefault(f"after {run.name}", run.folder / "samples.jsonl")
+    panels = {}
+    for heading, file in list(files.items())[:4]:
+        try:
+            panels[heading] = [
+                (each.get("strategy", f"cluster {each['cluster']}") or "illegal", *each["place"])
+                for record in read_lines(file, key="question") for each in record["responses"]]
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{file} is damaged or of another version: {error!r}") from None
+    return panels
+
+
+def draw_line(axis, name: str, points: list[tuple]) -> None:
+    """The mean at each x with its interval; eighty points or more become windows."""
+    xs = sorted({x for x, _ in points})
+    bands = [mean_and_half([y for other, y in points if other == x]) for x in xs]
+    width = max(1, len(xs) // 40)
+    xs = xs[width - 1::width]
+    means, halves = np.reshape(bands[:width * len(xs)], (-1, width, 2)).mean(axis=1).T
+    bars = halves if len(xs) == 1 else None
+    line, *_ = axis.errorbar(xs, means, bars, marker="o", markersize=3, capsize=4, label=name)
+    axis.fill_between(xs, means - halves, means + halves, color=line.get_color(), alpha=0.25)
+
+
+def draw_figure(panels: Panels, file: Path) -> None:
+    try:
+        from matplotlib.figure import Figure  # no window, no global state
+    except ImportError:
+        raise ValueError("figures need matplotlib: pip install matplotlib") from None
+    is_map = file.stem == "embeddings"
+    figure = Figure((4.2 * len(panels) + 2, 4), layout="constrained")
+    axes = figure.subplots(1, len(panels), squeeze=False, sharex=is_map, sharey=is_map)[0]
+    counts = Counter(name for points in panels.values() for name, *_ in points)
+    names = [name for name, _ in counts.most_common(len(PALETTE))] if is_map else list(counts)
+    for axis, (heading, points) in zip(axes, panels.items()):
+        axis.set_prop_cycle(color=PALETTE)
+        axis.set_title(heading.replace("_", " "))
+        for name in names:  # also a name without points here, so that it keeps its colour
+            own = [(x, y) for other, x, y in points if other == name]
+            if is_map:
+                axis.scatter([x for x, _ in own], [y for _, y in own], s=5, label=name)
+            else:
+                draw_line(axis, name, own)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    figure.savefig(file, dpi=130)
+
+
+def draw(runs: list[Run], output: Path) -> list[Path]:
+    """Write every figure that these runs can show -> the files."""
+    is_main = {run.name for run in runs}.issuperset(MAIN)
+    shown = [run for run in runs if run.name not in ASIDE or not is_main]
+    figures = {name: over_steps(shown, metrics) for name, metrics in OVER_STEPS.items()}
+    figures |= {"passes": passes(shown), "ablation": ablation(runs),
+                "sensitivity": sensitivity(runs), "embeddings": embeddings(shown)}
+    output.mkdir(parents=True, exist_ok=True)
+    written = []
+    for name, panels in figures.items():
+        panels = {heading: [point for point in points if isinstance(point[2], int | float)]
+                  for heading, points in panels.items()}
+        if any(panels.values()):
+            written.append(output / f"{name}.png")
+            draw_figure({key: points for key, points in panels.items() if points}, written[-1])
+    return written
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", help="run folders, or folders that hold runs")
+    parser.add_argument("--output", help="folder for the figures; by default the first of the runs")
+    arguments = parser.parse_args(argv)
+    with guard():
+        for file in draw(find_runs(arguments.runs), Path(arguments.output or arguments.runs[0])):
+            print(file)
+
+
+if __name__ == "__main__":
+    main()

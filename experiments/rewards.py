@@ -19,11 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from reward import Signals
-from strategy import DIMENSION, LEARNING_RATE, mlp
+from strategy import DIMENSION, LEARNING_RATE, Standardise, mlp
 from support import parallel
+from support.checkpoint import Learner
 from support.clustering import CLUSTERS, k_means, nearest, spread_centres
 from support.config import Config
-from support.memory import Learner, Standardise
 
 DECAY = 0.9  # each batch weighs this much of what the next one weighs
 

@@ -1,9 +1,8 @@
 """A run's folder: who may use it, and the checkpoints in it.
 
 A checkpoint is one safetensors file with all that the run has learned: adapter, optimizer, strategy
-networks with their memories, learned lambdas, the state of a reward. Its header has the step, the
-base model's fingerprint and the number of processes. Random numbers need no place in it: they are
-drawn from (seed, step). The last two checkpoints are kept.
+networks with their memories, learned lambdas, the state of a reward. Its header has the step and
+the base model's fingerprint. Random numbers need no place in it: they are drawn from (seed, step).
 """
 import hashlib
 import os
@@ -29,7 +28,6 @@ except ImportError:  # Windows: runs are not locked
 CHANGEABLE = {"run", "resume", "steps", "checkpoint_every", "device", "eval_every", "cache",
               "micro_batch", "recompute", "dry_run", "wandb", "tensorboard"}
 OWN_FILES = {"config.json", "lock"}  # what a run folder holds before the first evaluation
-DAMAGE = (KeyError, ValueError, RuntimeError, TypeError, AttributeError)
 
 
 def read_config(folder: Path) -> Config | None:
@@ -98,9 +96,7 @@ def is_untouched(folder: Path) -> bool:
 def how_to_continue(config: Config) -> str:
     if is_untouched(Path(config.run)):
         return "Nothing was written."
-    count = parallel.world()
-    launcher = "python" if count == 1 else f"torchrun --nproc-per-node {count} --"
-    return f"To continue: {launcher} train.py --run {shlex.quote(config.run)} --resume"
+    return f"To continue: {parallel.launcher()} train.py --run {shlex.quote(config.run)} --resume"
 
 
 def claim(config: Config) -> Config:
@@ -142,14 +138,11 @@ def lock(folder: Path):
     return handle
 
 
-def find_checkpoints(folder: Path) -> list[Path]:
-    """Oldest first."""
-    found = (folder / "checkpoint").glob("step-*.safetensors")
-    return sorted(found, key=lambda file: (len(file.name), file.name))
-
-
-def checkpoint_file(folder: Path, step: int) -> Path:
-    return folder / "checkpoint" / f"step-{step:06d}.safetensors"
+def find_checkpoints(folder: Path) -> dict[int, Path]:
+    """{step: file}, oldest first; files of other names are no checkpoints."""
+    found = {int(file.stem[5:]): file for file in (folder / "checkpoint").glob("step-*.safetensors")
+             if file.stem[5:].isdecimal()}
+    return dict(sorted(found.items()))
 
 
 def fingerprint(model: nn.Module) -> str:
@@ -161,18 +154,30 @@ def fingerprint(model: nn.Module) -> str:
 
 def find_step(folder: Path, model: nn.Module) -> int:
     """The step of the newest readable checkpoint; refuses one that was trained on another base."""
-    for file in reversed(find_checkpoints(folder)):
+    for step, file in reversed(find_checkpoints(folder).items()):
         try:
-            header = files.read_header(file)
-            step, base = int(header["step"]), header["base"]
+            base = files.read_header(file)["base"]
         except (KeyError, ValueError):  # `load` says what is wrong with it
             continue
         if base != fingerprint(model):
             raise ValueError(f"{folder} was trained on a base model with other weights: put that "
                              "one back (for tiny, --cache names its folder)")
         return step
-    lines = files.read_lines(folder / "metrics.jsonl")
-    return lines[-1]["step"] if lines else 0
+    return 0
+
+
+class Learner(nn.Module):
+    """Networks with an optimizer of their own, whose moments are a part of the state_dict."""
+
+    def make_optimizer(self, rate: float) -> None:
+        learning = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        self.optimizer = torch.optim.AdamW(learning, lr=rate, fused=True)
+
+    def get_extra_state(self) -> Tensor:
+        return files.pack_optimizer(self.optimizer)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        files.unpack_optimizer(self.optimizer, state)
 
 
 @dataclass
@@ -201,57 +206,39 @@ class Learned:
 
 
 def save(folder: Path, step: int, learned: Learned, model: nn.Module) -> None:
-    header = {"step": str(step), "base": fingerprint(model), "processes": str(parallel.world())}
-    files.write_tensors(checkpoint_file(folder, step), learned.tensors(), header)
-    for old in find_checkpoints(folder)[:-2]:
+    header = {"step": str(step), "base": fingerprint(model)}
+    file = folder / "checkpoint" / f"step-{step:06d}.safetensors"
+    files.write_tensors(file, learned.tensors(), header)
+    for old in list(find_checkpoints(folder).values())[:-2]:
         old.unlink()
 
 
 def load(folder: Path, learned: Learned, model: nn.Module) -> int:
     """Restore the last good checkpoint and drop what came later -> its step, 0 if there is none."""
     find_step(folder, model)  # refuses another base model
-    step = restore_newest(folder, learned)
+    found = find_checkpoints(folder)
+    step = restore_newest(found, learned)
+    if found and not step:
+        raise ValueError(f"no checkpoint of {folder} can be used: remove its checkpoint folder to "
+                         "start over")
     if parallel.is_leader():
-        drop_later(folder, step)
+        for file in (*folder.rglob("*.tmp"), *(found[n] for n in found if n > step)):
+            file.unlink()
+        for name in ("metrics.jsonl", "evaluations.jsonl"):  # the later steps are repeated
+            lines = files.read_lines(folder / name)
+            files.write_lines(folder / name, [line for line in lines if line["step"] <= step])
     return step
 
 
-def restore_newest(folder: Path, learned: Learned) -> int:
-    found = find_checkpoints(folder)
-    for file in reversed(found):
+def restore_newest(found: dict[int, Path], learned: Learned) -> int:
+    for step, file in reversed(found.items()):
         try:
-            header = files.read_header(file)
-            step, processes = int(header["step"]), int(header["processes"])
-            if file != checkpoint_file(folder, step):
-                raise ValueError(f"its header says step {step}")
+            if files.read_header(file)["step"] != str(step):
+                raise ValueError("its header names another step")
             learned.restore(files.read_tensors(file))
-        except DAMAGE as error:
-            tell(f"warning: {file} cannot be used ({error}), trying the one before it")
-            continue
-        if processes != parallel.world():
-            tell(f"note: {file} was written by {processes} processes and goes on with "
-                 f"{parallel.world()}: from here on the sampled responses differ")
-        return step
-    if found:
-        raise ValueError(f"no checkpoint of {folder} can be used: remove its checkpoint folder and "
-                         "metrics.jsonl to start over")
-    lines = files.read_lines(folder / "metrics.jsonl")
-    if lines and lines[-1]["step"] > files.read_json(folder / "config.json")["checkpoint_every"]:
-        raise ValueError(f"{folder} has taken {lines[-1]['step']} steps and has no checkpoint: "
-                         "choose another --run, or remove its metrics.jsonl to start over")
+            return step
+        except (KeyError, ValueError, RuntimeError, TypeError, AttributeError) as error:
+            if parallel.is_leader():
+                print(f"warning: {file} cannot be used ({error}), trying the one before it",
+                      file=sys.stderr)
     return 0
-
-
-def drop_later(folder: Path, step: int) -> None:
-    """Remove half-written files, damaged checkpoints, and metrics of steps to be repeated."""
-    for file in (*folder.rglob("*.tmp"), *find_checkpoints(folder)):
-        if file.suffix == ".tmp" or file.name > checkpoint_file(folder, step).name:
-            file.unlink()
-    for name in ("metrics.jsonl", "evaluations.jsonl"):
-        lines = files.read_lines(folder / name)
-        files.write_lines(folder / name, [line for line in lines if line["step"] <= step])
-
-
-def tell(message: str) -> None:
-    if parallel.is_leader():
-        print(message, file=sys.stderr)

@@ -13,10 +13,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from strategy import BATCH, DIMENSION, Features, Strategist, mlp
+from strategy import BATCH, DIMENSION, Features, Standardise, Strategist, mlp
 from support import files
 from support.config import Config
-from support.memory import Standardise
 
 CLUSTERS = 12
 EPOCHS = 32  # in which the strategy head sees all groups

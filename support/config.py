@@ -172,16 +172,8 @@ class Parser(argparse.ArgumentParser):
         exit_with(f"{message} (--help explains every flag)")
 
 
-def add_flag(group, each, positional: str) -> None:
-    limits, kind, default = each.metadata, type(each.default), each.default
-    names = each.name if each.name == positional else "--" + each.name.replace("_", "-")
-    options = {"help": limits["help"].replace("%", "%%")}
-    if each.name != positional:
-        options["default"] = argparse.SUPPRESS
-    if kind is bool:
-        group.add_argument(names, action="store_true", **options)
-        return
-
+def make_converter(kind: type, limits: dict):
+    """-> a function from a flag's text to its checked value."""
     def convert(text: str):
         try:
             value = kind(text)
@@ -192,13 +184,7 @@ def add_flag(group, each, positional: str) -> None:
         if fault:
             raise argparse.ArgumentTypeError(fault)
         return value
-
-    if default != "":
-        options["help"] += f" (default {default})"
-    if each.name != positional:
-        kinds = {int: "N", float: "X", str: "TEXT"}
-        options["metavar"] = "|".join(limits["choices"]) or kinds[kind]
-    group.add_argument(names, type=convert, **options)
+    return convert
 
 
 def parse(config_class: type, description: str, argv: list[str] | None = None, positional: str = "",
@@ -211,10 +197,23 @@ def parse(config_class: type, description: str, argv: list[str] | None = None, p
                     formatter_class=argparse.RawDescriptionHelpFormatter)
     group = parser
     for each in fields(config_class):
-        if each.metadata["group"]:
-            group = parser.add_argument_group(each.metadata["group"])
-        if only is None or each.name in only:
-            add_flag(group, each, positional)
+        limits, kind, flag_name = each.metadata, type(each.default), each.name.replace("_", "-")
+        group = parser.add_argument_group(limits["group"]) if limits["group"] else group
+        if only is not None and each.name not in only:
+            continue
+        options = {"help": limits["help"].replace("%", "%%"), "default": argparse.SUPPRESS}
+        if kind is bool:
+            group.add_argument(f"--{flag_name}", action="store_true", **options)
+            continue
+        if each.default != "":
+            options["help"] += f" (default {each.default})"
+        options["type"] = make_converter(kind, limits)
+        if each.name == positional:
+            group.add_argument(each.name, **options)
+        else:
+            words = {int: "N", float: "X", str: "TEXT"}[kind]
+            metavar = "|".join(limits["choices"]) or words
+            group.add_argument(f"--{flag_name}", metavar=metavar, **options)
     given = vars(parser.parse_args(argv))
     return config_class(**given), set(given)
 

@@ -3,7 +3,6 @@
 A folder is used as it is; a hub id is downloaded, or found in the hub's own cache. Nothing in a
 folder is run: config.json is read as JSON and checked, weights are safetensors.
 """
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import torch
 from support import files
 
 FAMILIES = ("llama", "qwen2", "qwen3")
-SENTENCES_AT_ONCE = 64
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 LLAMA3_ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
@@ -153,32 +151,3 @@ def find_device(name: str) -> str:
     if name != "cpu" and not getattr(torch, name).is_available():
         raise ValueError(f"device {name} is not available here: use --device cpu or auto")
     return name
-
-
-def open_sentence_encoder(name: str, device: torch.device) -> Callable:
-    """-> a function from n texts to token states (n, T, D), ids (n, T) and mask (n, T)."""
-    from transformers import AutoModel, AutoTokenizer  # slow to import
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-        model = AutoModel.from_pretrained(name, trust_remote_code=False, use_safetensors=True)
-        model.train(False).requires_grad_(False).to(device)
-        limit = getattr(model.config, "max_position_embeddings", 512)
-        limit = min(tokenizer.model_max_length, limit)
-
-        @torch.no_grad()
-        def read(texts: list[str]):
-            inputs = tokenizer(texts, padding=True, truncation=True, max_length=limit,
-                               return_tensors="pt").to(device)
-            states = []
-            for i in range(0, len(texts), SENTENCES_AT_ONCE):
-                part = {key: value[i:i + SENTENCES_AT_ONCE] for key, value in inputs.items()}
-                states.append(model(**part).last_hidden_state)
-            return torch.cat(states), inputs["input_ids"], inputs["attention_mask"].bool()
-
-        read(["one", "one text and another"])  # does it pad?
-        return read
-    except (MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # transformers raises whatever its readers raise
-        raise ValueError(f"--encoder {name} cannot be used ({type(error).__name__}): expected a "
-                         "folder or hub id of a sentence encoder") from None

@@ -7,7 +7,8 @@ ranks exchange one sum of the adapters' gradients, and the features and outcomes
 with those, every rank's strategy networks see the whole batch and take the same steps. Rank 0
 writes the run folder and all ranks read it: several machines need a shared disk for it.
 
-With one process these functions do nothing. Values other than tensors are exchanged as JSON.
+With one process `active` is False and none of this is called in a step. Values other than tensors
+are exchanged as JSON.
 """
 import atexit
 import json
@@ -20,10 +21,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 TIMEOUT = timedelta(minutes=20)  # the longest wait for another rank: building the tiny model
+active = False  # are there other processes?
 
 
 def start(device: str) -> None:
     """Join the other processes, if torchrun started this one."""
+    global active
     if int(os.environ.get("WORLD_SIZE", 1)) < 2 or dist.is_initialized():
         return
     gpu = torch.cuda.is_available() and device in ("auto", "cuda")
@@ -34,6 +37,7 @@ def start(device: str) -> None:
         torch.cuda.set_device(local)
     dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", timeout=TIMEOUT)
     atexit.register(dist.destroy_process_group)
+    active = True
 
 
 def is_lost(error: RuntimeError) -> bool:
@@ -48,6 +52,10 @@ def rank() -> int:
 
 def world() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def launcher() -> str:
+    return "python" if world() == 1 else f"torchrun --nproc-per-node {world()} --"
 
 
 def is_leader() -> bool:

@@ -2,36 +2,15 @@
 import math
 import signal
 import sys
-import time
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
-import grpo
-from support import parallel
+from support import files
 from support.config import Config
-from support.files import append_line, read_lines, write_json, write_lines, write_text
 
 METRICS = ("pass@1", "pass@5", "pass@16", "strategy_entropy", "cluster_entropy", "valid",
            "distinct")
-
-
-class Stopwatch:
-    """Seconds per stage: call it with the stage's name when the stage ends."""
-
-    def __init__(self):
-        self.seconds = {}
-        self.last = time.perf_counter()
-
-    def __call__(self, stage: str) -> None:
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()  # a GPU's work counts for the stage that asked for it
-        now = time.perf_counter()
-        self.seconds[f"seconds_{stage}"] = now - self.last
-        self.last = now
 
 
 @contextmanager
@@ -52,36 +31,6 @@ def catch_signals():
             signal.signal(number, handler)
 
 
-def batch_metrics(per_response: dict[str, Tensor], config: Config) -> dict[str, float]:
-    """What this rank knows of each response, (B, G) per name -> metrics of the whole batch."""
-    rows = torch.stack([value.float() for value in per_response.values()], dim=-1)
-    values = dict(zip(per_response, parallel.gather(rows).unbind(-1)))
-    correct, reward, tokens = values["correct"], values["reward"], values["tokens"].sum()
-    means = ("reward", "correct", "ss", "sus", "brier")
-    metrics = {name: values[name].mean() for name in means if name in values}
-    if "ss" in values:
-        advantages = grpo.group_advantages(reward, config.normalise)
-        extrinsic = grpo.group_advantages(correct, config.normalise)
-        metrics["bonus"] = (reward - correct).mean()
-        metrics["bonus_share"] = unexplained_share(advantages, extrinsic)
-    metrics["entropy"] = -values["logprob"].sum() / tokens
-    metrics["zero_signal"] = (correct.amax(1) == correct.amin(1)).float().mean()
-    metrics["tokens"] = tokens
-    metrics["response_length"] = tokens / correct.numel()
-    metrics["truncated"] = 1 - values["finished"].mean()
-    return {name: float(value) for name, value in metrics.items()}
-
-
-def unexplained_share(advantages: Tensor, extrinsic: Tensor) -> float:
-    """The share of the advantages' variance that correctness does not explain."""
-    a = advantages.flatten() - advantages.mean()
-    b = extrinsic.flatten() - extrinsic.mean()
-    if not a.any():
-        return 0.0
-    squared_correlation = (a @ b).square() / (a @ a * (b @ b)).clamp(min=1e-12)
-    return 1.0 - squared_correlation.item()
-
-
 def only_finite(metrics: dict) -> dict:
     """JSON has no nan."""
     return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
@@ -98,13 +47,15 @@ def make_record(problem, responses: list[str], clusters: list[int], places: list
     return {"question": getattr(problem, "question", problem.prompt), "responses": records}
 
 
-def write_evaluation(folder: Path, metrics: dict, records: list[dict]) -> None:
+def write_evaluation(folder: Path, metrics: dict, evaluation) -> None:
+    """evaluation: as evaluate.evaluate returns it; metrics: its metrics, with the step."""
     if metrics["step"] == 0:
-        write_lines(folder / "samples-before.jsonl", records)
-    write_lines(folder / "samples.jsonl", records)
-    write_text(folder / "samples.md", samples_page(records))
-    write_json(folder / "evaluation.json", metrics)
-    append_line(folder / "evaluations.jsonl", metrics)  # last: the evaluation is complete
+        files.write_tensors(folder / "clustering.safetensors", evaluation.clustering.state_dict())
+        files.write_lines(folder / "samples-before.jsonl", evaluation.records)
+    files.write_lines(folder / "samples.jsonl", evaluation.records)
+    files.write_text(folder / "samples.md", samples_page(evaluation.records))
+    files.write_json(folder / "evaluation.json", metrics)
+    files.append_line(folder / "evaluations.jsonl", metrics)  # last: the evaluation is complete
 
 
 def samples_page(records: list[dict]) -> str:
@@ -149,7 +100,7 @@ def summary(folder: Path, before: dict | None, after: dict) -> str:
     lost = [name for name, share in had.items() if share >= 0.01 and has.get(name, 0) < 0.001]
     if lost:
         lines.append(f"lost strategies: {'  '.join(lost)}")
-    skipped = sum(line.get("skipped", 0) for line in read_lines(folder / "metrics.jsonl"))
+    skipped = sum(line.get("skipped", 0) for line in files.read_lines(folder / "metrics.jsonl"))
     if skipped:
         lines.append(f"{skipped} of {after['step']} steps were skipped, because the loss or its "
                      "gradient was not finite: see --learning-rate")
@@ -178,7 +129,7 @@ def write_card(folder: Path, base: str, config: Config, step: int, metrics: dict
             f"GRPO{reward}, seed {config.seed}, alpha {config.alpha}. On {metrics['problems']} "
             f"{config.eval_split} problems with {metrics['samples']} responses each:", "",
             f"```\n{table({'': metrics})}\n```", "", f"```python\n{load}\n```", ""]
-    write_text(folder / "README.md", "\n".join(text))
+    files.write_text(folder / "README.md", "\n".join(text))
 
 
 def open_loggers(config: Config) -> list:

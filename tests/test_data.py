@@ -1,4 +1,4 @@
-"""Countdown: the judge by hand and by brute force, and splits that cannot meet."""
+"""Countdown: the judge by hand and by brute force, splits that cannot meet; question files."""
 import itertools
 import json
 import os
@@ -12,177 +12,299 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import data
-from data import Countdown
+from data import Countdown, Question
 
 PROBLEM = Countdown((3, 8, 5), 19)
+GSM8K = os.environ.get("SUS_GSM8K")
+NO_GSM8K = "SUS_GSM8K does not name a folder with GSM8K's train.jsonl and test.jsonl"
+
+
+def key_of(problem: Countdown) -> tuple:
+    """Problems with the same numbers in another order are the same problem."""
+    return tuple(sorted(problem.numbers)), problem.target
 
 
 def test_the_prompt():
     assert PROBLEM.prompt == "use 3,8,5 to make 19:"
 
 
-@pytest.mark.parametrize("response, legal, right", [
-    ("8*3=24;24-5=19", True, True), ("3*8=24;24-5=19", True, True), ("3+8=11;5+11=16", True, False),
-    ("8*3=24", False, False), ("8*3=24;24-5=19;", False, False), (";8*3=24;24-5=19", False, False),
-    ("8*3=25;25-5=20", False, False),               # wrong arithmetic
-    ("8*3=24;24-4=20", False, False),               # a number nobody gave
-    ("8*8=64;64-5=59", False, False),               # a number used twice
-    ("8*3=24;8-5=3", False, False),                 # the same, later
-    ("5-8=-3;-3+3=0", False, False),                # negative numbers are not on the table
-    ("08*3=24;24-5=19", False, False), ("8*3=24;24-5=19 ", False, False), ("8*3=24;24-5=19\n", False, False),
-    ("8 * 3 = 24;24-5=19", False, False), ("8*3=24,24-5=19", False, False), ("8/3=2;2-5=3", False, False),
-    ("٨*٣=24;24-5=19", False, False), ("", False, False), ("19", False, False),
-    ("use 3,8,5 to make 19:8*3=24;24-5=19", False, False),
-    ("__import__('os')", False, False), ("8**3=512;512-5=507", False, False)])
-def test_the_judge_by_hand(response, legal, right):
-    assert PROBLEM.valid(response) is legal
+@pytest.mark.parametrize("response, right", [
+    ("8*3=24;24-5=19", True), ("3*8=24;24-5=19", True), ("3+8=11;5+11=16", False)])
+def test_legal_plays(response, right):
+    assert PROBLEM.valid(response) is True
     assert PROBLEM.judge(response) == float(right)
-    assert (PROBLEM.strategy_of(response) is None) is not legal
+    assert PROBLEM.strategy_of(response) is not None
+
+
+@pytest.mark.parametrize("response", [
+    "8*3=24", "8*3=24;24-5=19;", ";8*3=24;24-5=19",
+    "8*3=25;25-5=20",  # wrong arithmetic
+    "8*3=24;24-4=20",  # a number nobody gave
+    "8*8=64;64-5=59",  # a number used twice
+    "8*3=24;8-5=3",  # the same, later
+    "5-8=-3;-3+3=0",  # negative numbers are not on the table
+    "08*3=24;24-5=19", "8*3=24;24-5=19 ", "8*3=24;24-5=19\n", "8 * 3 = 24;24-5=19",
+    "8*3=24,24-5=19", "8/3=2;2-5=3", "\u0668*\u0663=24;24-5=19", "", "19",
+    "use 3,8,5 to make 19:8*3=24;24-5=19",  # the prompt's numbers never count as an answer
+    "__import__('os')", "8**3=512;512-5=507"])
+def test_illegal_plays(response):
+    assert PROBLEM.valid(response) is False
+    assert PROBLEM.judge(response) == 0.0
+    assert PROBLEM.strategy_of(response) is None
 
 
 def test_strategies_by_hand():
     assert PROBLEM.strategy_of("8*3=24;24-5=19") == "*-"
-    assert PROBLEM.path_of("8*3=24;24-5=19") == PROBLEM.path_of("3*8=24;24-5=19") == "*- 1,3"
-    assert PROBLEM.path_of("5+3=8;8-8=0") == "+- 1,2"       # either 8 may be meant, the operands are the same
+    assert PROBLEM.strategy_of("5+3=8;8-8=0") == "+-"  # either 8 may be meant
     four = Countdown((1, 2, 3, 4), 10)
-    assert four.strategy_of("1+2=3;3+3=6;6+4=10") == "+++" and four.judge("1+2=3;3*4=12;12-3=9") == 0
-    assert Countdown((2, 2, 5), 9).judge("2+2=4;4+5=9") == 1 and not Countdown((2, 3, 5), 9).valid("2+2=4;4+5=9")
+    assert four.strategy_of("1+2=3;3+3=6;6+4=10") == "+++"
+    assert four.judge("1+2=3;3+3=6;6+4=10") == 1
+    assert four.judge("1+2=3;3*4=12;12-3=9") == 0
+    assert Countdown((2, 2, 5), 9).judge("2+2=4;4+5=9") == 1
+    assert not Countdown((2, 3, 5), 9).valid("2+2=4;4+5=9")
 
 
 def plays(numbers):
-    """Every legal play by brute force -> (response, result)."""
+    """Every legal play by brute force -> (its steps, its result)."""
     if len(numbers) == 1:
         yield [], numbers[0]
         return
     for i, j in itertools.permutations(range(len(numbers)), 2):
-        rest = [n for k, n in enumerate(numbers) if k not in (i, j)]
-        for sign in "+-*":
-            result = {"+": numbers[i] + numbers[j], "-": numbers[i] - numbers[j], "*": numbers[i] * numbers[j]}[sign]
-            if result >= 0:
-                for steps, last in plays(rest + [result]):
-                    yield [f"{numbers[i]}{sign}{numbers[j]}={result}", *steps], last
+        a, b = numbers[i], numbers[j]
+        rest = [number for k, number in enumerate(numbers) if k not in (i, j)]
+        for sign, result in (("+", a + b), ("-", a - b), ("*", a * b)):
+            if result < 0:
+                continue
+            for steps, last in plays(rest + [result]):
+                yield [f"{a}{sign}{b}={result}", *steps], last
 
 
 def test_the_judge_agrees_with_brute_force():
     for problem in data.load("countdown", "test", 40):
         legal = {";".join(steps): result for steps, result in plays(list(problem.numbers))}
-        assert problem.target in legal.values()             # every problem can be solved
+        assert problem.target in legal.values()  # every problem can be solved
         for response, result in legal.items():
-            assert problem.valid(response) and problem.judge(response) == (result == problem.target)
+            assert problem.valid(response)
+            assert problem.judge(response) == (result == problem.target)
 
 
-def test_random_attempts_are_legal_and_cover_all_strategies():
-    rng, seen = random.Random(0), set()
+def test_random_plays_are_legal_and_cover_all_strategies():
+    rng, strategies = random.Random(0), set()
     for size in (3, 4):
         for _ in range(1000):
             numbers = data.random_problem(size, rng).numbers
-            response, result = data.attempt(numbers, rng)
-            assert Countdown(numbers, result).judge(response) == 1 and result <= data.LARGEST_RESULT
-            seen.add(Countdown(numbers, result).strategy_of(response))
-    assert {len(s) for s in seen} == {2, 3} and len([s for s in seen if len(s) == 2]) == 9
+            response, result = data.random_play(numbers, rng)
+            assert Countdown(numbers, result).judge(response) == 1
+            assert result <= data.LARGEST_RESULT
+            strategies.add(Countdown(numbers, result).strategy_of(response))
+    assert {len(strategy) for strategy in strategies} == {2, 3}
+    assert len([strategy for strategy in strategies if len(strategy) == 2]) == 9
 
 
-def test_splits_are_disjoint_whatever_the_seeds_and_deterministic():
-    def keys(problems):
-        return [(tuple(sorted(p.numbers)), p.target) for p in problems]
-    train, validation, test = ({key for seed in range(3) for key in keys(data.load("countdown", split, count, seed))}
-                               for split, count in (("train", 2000), ("validation", 200), ("test", 200)))
-    assert not train & test and not train & validation and not validation & test
-    assert data.load("countdown4", "train", 50, 7) == data.load("countdown4", "train", 50, 7)
-    assert data.load("countdown", "train", 50, 7) != data.load("countdown", "train", 50, 8)
+def test_splits_are_disjoint_whatever_the_seed():
+    keys = {}
+    for split, count in (("train", 2000), ("validation", 200), ("test", 200)):
+        keys[split] = {key_of(problem) for seed in range(3)
+                       for problem in data.load("countdown", split, count, seed)}
+    assert not keys["train"] & keys["test"]
+    assert not keys["train"] & keys["validation"]
+    assert not keys["validation"] & keys["test"]
 
 
-def test_adding_all_numbers_solves_one_problem_in_three_and_one_in_four_where_none_repeats():
-    for split, count, low, high in (("train", 1000, 0.28, 0.38), ("test", 200, 0.2, 0.28)):
-        problems = data.load("countdown", split, count)
-        assert low < sum(sum(problem.numbers) == problem.target for problem in problems) / count < high
+def test_the_seed_decides_the_problems():
+    seven = data.load("countdown4", "train", 50, 7)
+    assert seven == data.load("countdown4", "train", 50, 7)
+    assert seven != data.load("countdown4", "train", 50, 8)
+    assert {len(problem.numbers) for problem in seven} == {4}
+    assert {len(problem.numbers) for problem in data.load("countdown", "train", 50)} == {3}
 
 
-def test_no_problem_is_measured_twice_until_there_are_no_more():
-    for split in ("test", "validation"):
-        keys = [(tuple(sorted(problem.numbers)), problem.target) for problem in data.load("countdown", split, 200)]
-        assert len(set(keys)) == 200
-    keys = [(tuple(sorted(problem.numbers)), problem.target) for problem in data.load("countdown", "test", 1000)]
-    assert 800 < len(set(keys)) < 1000
+@pytest.mark.parametrize("split, count, low, high", [
+    ("train", 1000, 0.28, 0.38), ("test", 200, 0.2, 0.28)])
+def test_adding_solves_one_problem_in_three_and_one_in_four_where_none_repeats(
+        split, count, low, high):
+    problems = data.load("countdown", split, count)
+    assert len(problems) == count
+    assert low < sum(sum(each.numbers) == each.target for each in problems) / count < high
 
 
-@pytest.mark.parametrize("name, count, word", [("chess", 5, "chess"), ("countdown", 0, "at least one")])
-def test_what_cannot_be_loaded(name, count, word):
-    with pytest.raises(ValueError, match=word):
-        data.load(name, "test", count)
+def test_there_are_three_thousand_training_problems_unless_asked_for_more():
+    problems = data.load("countdown", "train")
+    assert len(problems) == 3000
+    assert problems[:20] == data.load("countdown", "train", 20)
+    assert len({key_of(problem) for problem in problems}) < 3000  # common ones repeat
 
 
-@settings(max_examples=1500, deadline=None)
-@given(st.one_of(st.text(), st.text(alphabet="0123456789+-*=;", max_size=40),
-                 st.lists(st.tuples(st.integers(0, 99), st.sampled_from("+-*"), st.integers(0, 99), st.integers(0, 999)))
-                 .map(lambda steps: ";".join(f"{a}{o}{b}={c}" for a, o, b, c in steps))))
+@pytest.mark.parametrize("split", ["test", "validation"])
+def test_no_problem_is_measured_twice(split):
+    assert len({key_of(problem) for problem in data.load("countdown", split, 200)}) == 200
+
+
+def test_a_split_ends_when_all_of_its_problems_are_found():
+    everything = data.load("countdown", "test", 100_000)  # more than there are
+    keys = {key_of(problem) for problem in everything}
+    assert len(keys) == len(everything)
+    assert 800 < len(everything) < 1100
+    assert everything[:200] == data.load("countdown", "test", 200)
+    all_of_another_seed = {key_of(problem) for problem in data.load("countdown", "test", 0, 5)}
+    both = keys & all_of_another_seed
+    assert len(both) > 0.97 * len(keys | all_of_another_seed)  # each finds nearly all there are
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.one_of(
+    st.text(), st.text(alphabet="0123456789+-*=;", max_size=40),
+    st.lists(st.tuples(st.integers(0, 99), st.sampled_from("+-*"), st.integers(0, 99),
+                       st.integers(0, 999)))
+    .map(lambda steps: ";".join(f"{a}{sign}{b}={c}" for a, sign, b, c in steps))))
 def test_the_judge_takes_any_text(response):
     assert PROBLEM.judge(response) in (0.0, 1.0)
     if PROBLEM.judge(response):
         assert response in {";".join(steps) for steps, result in plays([3, 8, 5]) if result == 19}
 
 
-def test_hostile_text_takes_no_time():
-    begin = time.perf_counter()
-    for text in ("9" * 10 ** 6, ";" * 10 ** 6, "8*3=" * 10 ** 6, "(" * 10 ** 6, "1+" * 10 ** 6, "\0" * 10 ** 6):
-        assert PROBLEM.judge(text) == 0
-    small = time.perf_counter() - begin
-    assert small < 1                                        # a million characters each: anything but linear takes hours
+@pytest.mark.parametrize("piece", ["9", ";", "8*3=", "(", "1+", "\0"])
+def test_a_megabyte_is_judged_in_linear_time(piece):
+    """Quadratic time would take hours. CPU time does not depend on other programs."""
+    begin = time.process_time()
+    assert PROBLEM.judge(piece * 10 ** 6) == 0
+    assert time.process_time() - begin < 10
 
 
-def write_lines(file, *records):
-    file.write_text("".join((record if isinstance(record, str) else json.dumps(record)) + "\n" for record in records))
-    return file
+def write_lines(file: Path, *records) -> str:
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(file)
 
 
-def test_questions_from_a_file_and_a_folder(tmp_path):
-    records = [{"question": f"What is {n} + 1?", "answer": f"Add one.\n#### {n + 1:,}"} for n in range(2000)]
-    file = write_lines(tmp_path / "all.jsonl", *records)
-    splits = {split: data.load(str(file), split, 0) for split in ("train", "validation", "test")}
-    assert sum(map(len, splits.values())) == 2000 and len({p.question for problems in splits.values() for p in problems}) == 2000
-    assert 1350 < len(splits["train"]) < 1650 and len(data.load(str(file), "test", 7)) == 7
-    problem = splits["test"][0]
-    assert problem.judge(f"so it is ${problem.answer}.") == 1 and problem.judge("no idea") == 0
-    assert problem.judge(f"#### {problem.answer}\nQuestion: what is 2 + 2?\nAnswer: 4") == 1      # its own next question
-    write_lines(tmp_path / "folder-test.jsonl", *records[:3])
-    (tmp_path / "folder").mkdir()
-    write_lines(tmp_path / "folder" / "train.jsonl", *records[3:10], "")
-    write_lines(tmp_path / "folder" / "test.jsonl", {"question": "half?", "answer": 0.5}, {"question": "three?", "answer": 3})
-    assert len(data.load(str(tmp_path / "folder"), "train", 100)) == 7
-    assert {p.answer for p in data.load(str(tmp_path / "folder"), "test", 0)} == {Fraction(1, 2), Fraction(3)}
-    write_lines(tmp_path / "folder" / "pretrain-latest.jsonl", *records[:3])           # other words are no split's name
-    assert len(data.load(str(tmp_path / "folder"), "train", 100)) == 7
-    with pytest.raises(ValueError, match="no validation split"):
-        data.load(str(tmp_path / "folder"), "validation", 5)
-    first = data.load(str(file), "train", 50, 1)
-    assert first == data.load(str(file), "train", 50, 1) != data.load(str(file), "train", 50, 2)
+def make_records(count: int) -> list[dict]:
+    return [{"question": f"What is {n} + 1?", "answer": f"Add one.\n#### {n + 1:,}"}
+            for n in range(count)]
 
 
-@pytest.mark.parametrize("line, word", [
-    ("{", "not valid JSON"), ("[]", "expected an object"), ('{"answer": "3"}', "question"), ('{"question": " ", "answer": "3"}', "question"),
-    ('{"question": "q"}', "answer is 'None'"), ('{"question": "q", "answer": "Paris"}', "'Paris'"), ('{"question": "q", "answer": true}', "True"),
-    ('{"question": "q", "answer": [3]}', "[3]"), ("\udcff", "not valid JSON"), ("[" * 100000, "not valid JSON")])
-def test_a_malformed_line_is_named(tmp_path, line, word):
+def test_the_prompt_of_a_question_tells_how_to_answer():
+    question = Question("What is 2 + 3?", Fraction(5))
+    assert question.prompt == f"Question: What is 2 + 3?\n{Question.instruction}\nAnswer:"
+
+
+def test_a_question_judges_the_number_that_a_response_ends_on():
+    problem = Question("What is 17 + 1?", Fraction(18))
+    assert problem.judge("so it is $18.") == 1
+    assert problem.judge("18, no, 19") == 0
+    assert problem.judge("no idea") == 0
+    own_next_question = "#### 18\nQuestion: what is 2 + 2?\nAnswer: 4"
+    assert problem.judge(own_next_question) == 1
+
+
+def test_a_file_is_divided_by_its_questions(tmp_path):
+    file = write_lines(tmp_path / "all.jsonl", *make_records(2000))
+    splits = {split: data.load(file, split) for split in ("train", "validation", "test")}
+    questions = {problem.question for problems in splits.values() for problem in problems}
+    assert len(questions) == sum(map(len, splits.values())) == 2000
+    assert 1350 < len(splits["train"]) < 1650
+    assert len(data.load(file, "test", 7)) == 7
+    shorter = write_lines(tmp_path / "shorter.jsonl", *make_records(1000))
+    assert {each.question for each in data.load(shorter, "test")} <= {
+        each.question for each in splits["test"]}  # a problem stays in its split
+
+
+def test_the_seed_decides_the_order_of_questions(tmp_path):
+    file = write_lines(tmp_path / "all.jsonl", *make_records(500))
+    first = data.load(file, "train", 50, 1)
+    assert first == data.load(file, "train", 50, 1)
+    assert first != data.load(file, "train", 50, 2)
+    assert set(data.load(file, "train", 0, 1)) == set(data.load(file, "train", 0, 2))
+
+
+def test_a_folder_is_divided_by_the_names_of_its_files(tmp_path):
+    records, folder = make_records(20), tmp_path / "folder"
+    write_lines(folder / "train.jsonl", *records[3:10])
+    with open(folder / "train.jsonl", "a") as file:
+        file.write("\n")
+    write_lines(folder / "test.jsonl", {"question": "half?", "answer": 0.5},
+                {"question": "three?", "answer": 3})
+    assert len(data.load(str(folder), "train", 100)) == 7
+    test = data.load(str(folder), "test")
+    assert {problem.answer for problem in test} == {Fraction(1, 2), Fraction(3)}
+    write_lines(folder / "pretrain-latest.jsonl", *records[:3])  # other words name no split
+    assert len(data.load(str(folder), "train", 100)) == 7
+    write_lines(folder / "more-Train.jsonl", *records[10:12])
+    assert len(data.load(str(folder), "train")) == 9
+    with pytest.raises(ValueError, match="no validation problems"):
+        data.load(str(folder), "validation", 5)
+    write_lines(folder / "train-test.jsonl", *records[:3])
+    with pytest.raises(ValueError, match="more than one split"):
+        data.load(str(folder), "train")
+
+
+def test_a_byte_order_mark_and_windows_line_ends_are_no_part_of_a_question(tmp_path):
+    file = tmp_path / "train.jsonl"
+    file.write_bytes(b'\xef\xbb\xbf{"question": "q ", "answer": "3"}\r\n')
+    assert data.read_questions(file) == [Question("q", Fraction(3))]
+
+
+@pytest.mark.parametrize("line, words", [
+    ("{", "not valid JSON"),
+    ("[]", "expected an object"),
+    ('{"answer": "3"}', "question"),
+    ('{"question": " ", "answer": "3"}', "question"),
+    ('{"question": "\\ud800", "answer": "3"}', "surrogate"),
+    ('{"question": "q"}', "answer is 'None'"),
+    ('{"question": "q", "answer": "Paris"}', "'Paris'"),
+    ('{"question": "q", "answer": true}', "True"),
+    ('{"question": "q", "answer": [3]}', "[3]"),
+    ('{"question": "q", "answer": 1e400}', "'inf'"),
+    ("\udcff", "not valid JSON"),
+    ("[" * 100000, "not valid JSON")])
+def test_a_malformed_line_is_named(tmp_path, line, words):
     file = tmp_path / "q.jsonl"
     good = b'{"question": "q", "answer": "3"}\n'
     file.write_bytes(good + b"\n" + line.encode(errors="surrogateescape") + b"\n" + good)
     with pytest.raises(ValueError) as error:
-        data.load(str(file), "train", 0)
-    assert f"{file}, line 3" in str(error.value) and word in str(error.value)
+        data.load(str(file), "train")
+    assert f"{file}, line 3" in str(error.value)
+    assert words in str(error.value)
 
 
-def test_an_empty_file_and_an_unknown_name(tmp_path):
+@pytest.mark.parametrize("name, words", [
+    ("chess", "expected countdown, countdown4, gsm8k, a JSONL file or folder"),
+    ("missing.jsonl", "expected countdown"), ("", "expected countdown"),
+    ("json:", "expected countdown"), ("/dev/null", "no train problems"),
+    ("json:nothing", "cannot be imported"), ("no_such_module:f", "cannot be imported"),
+    (":f", "cannot be imported")])
+def test_what_cannot_be_loaded(name, words):
+    with pytest.raises(ValueError, match=words):
+        data.load(name, "train")
+
+
+def test_empty_files_and_folders_have_no_problems(tmp_path):
     (tmp_path / "empty.jsonl").write_text("\n")
-    for name, word in ((tmp_path / "empty.jsonl", "holds no problem"), (tmp_path / "missing.jsonl", "expected countdown"), (tmp_path, "no train split"), ("/dev/null", "expected countdown"), ("", "expected countdown")):
-        with pytest.raises(ValueError, match=word):
-            data.load(str(name), "train", 0)
+    for path in (tmp_path / "empty.jsonl", tmp_path):
+        with pytest.raises(ValueError, match="has no train problems"):
+            data.load(str(path), "train")
 
 
-@pytest.mark.skipif(not os.environ.get("SUS_GSM8K"), reason="SUS_GSM8K does not name a folder with GSM8K's train.jsonl and test.jsonl")
+def test_a_task_of_your_own_is_one_function(tmp_path, monkeypatch):
+    (tmp_path / "my_task_for_test.py").write_text(
+        "from data import Countdown\n"
+        "def games(split):\n"
+        "    first = {'train': 1, 'test': 5}.get(split)\n"
+        "    return first and [Countdown((first, n, 3), 9) for n in range(1, 9)] or []\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    train = data.load("my_task_for_test:games", "train")
+    assert sorted(problem.numbers for problem in train) == [(1, n, 3) for n in range(1, 9)]
+    assert {each.numbers[0] for each in data.load("my_task_for_test:games", "test")} == {5}
+    assert data.load("my_task_for_test:games", "train", 3) == train[:3]
+    assert data.load("my_task_for_test:games", "train", seed=1) != train
+    with pytest.raises(ValueError, match="my_task_for_test:games has no validation problems"):
+        data.load("my_task_for_test:games", "validation")
+
+
+@pytest.mark.skipif(not GSM8K, reason=NO_GSM8K)
 def test_gsm8k_from_a_folder():
-    folder = os.environ["SUS_GSM8K"]
-    assert len(data.load(folder, "train", 0)) == 7473 and len(data.load(folder, "test", 0)) == 1319
-    for line in (Path(folder) / "test.jsonl").read_text().splitlines():
+    assert len(data.load(GSM8K, "train")) == 7473
+    assert len(data.load(GSM8K, "test")) == 1319
+    for line in (Path(GSM8K) / "test.jsonl").read_text().splitlines():
         record = json.loads(line)
         assert data.make_question(record, "here").judge(record["answer"]) == 1
 
@@ -190,7 +312,8 @@ def test_gsm8k_from_a_folder():
 def test_gsm8k_through_datasets(monkeypatch):
     """The hub's rows, as `datasets` gives them; and one line when it cannot."""
     import datasets
-    rows = [{"question": "Two and two?", "answer": "It is <<2+2=4>>4.\n#### 4"}, {"question": "Big?", "answer": "#### 1,200"}]
+    rows = [{"question": "Two and two?", "answer": "It is <<2+2=4>>4.\n#### 4"},
+            {"question": "Big?", "answer": "#### 1,200"}]
 
     def load_dataset(name, config, split):
         assert (name, config) == ("openai/gsm8k", "main")
@@ -198,9 +321,10 @@ def test_gsm8k_through_datasets(monkeypatch):
             raise ConnectionError("no network")
         return datasets.Dataset.from_list(rows)
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    found = data.load("gsm8k", "train", 0)
-    assert sorted((problem.question, problem.answer) for problem in found) == [("Big?", 1200), ("Two and two?", 4)]
-    with pytest.raises(ValueError, match="gsm8k cannot be had.*ConnectionError"):
+    problems = data.load("gsm8k", "train")
+    assert sorted((each.question, each.answer) for each in problems) == [
+        ("Big?", 1200), ("Two and two?", 4)]
+    with pytest.raises(ValueError, match="gsm8k cannot be downloaded.*ConnectionError"):
         data.load("gsm8k", "test", 10)
     with pytest.raises(ValueError, match="no validation split"):
         data.load("gsm8k", "validation", 10)

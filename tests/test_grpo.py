@@ -1,246 +1,384 @@
-"""GRPO: numbers by hand, the fast scorer against the naive one, the loss against transformers and PEFT."""
+"""GRPO: numbers by hand, `score` against whole sequences, the gradient against PEFT's."""
 import math
-from dataclasses import replace
 
 import pytest
 import torch
 import transformers
-from conftest import adapted, small_model
 from peft import PeftModel
+from torch import Tensor
 
 import grpo
 import lora
-from grpo import LossSettings, clipped_objective, group_advantages, k3, token_weights
-from sample import generate
+from grpo import group_advantages, k3, policy_loss
+from model import Transformer
+from sample import Rollout, generate
+from support.config import Config
+from support.report import unexplained_share
+from tests.conftest import adapted, small_model
 
 PROMPTS = [[3, 4, 5, 6], [7, 8], [9, 10, 11, 12, 13], [14]]
-ADVANTAGES = torch.tensor([[1.0, -1.0, 0.5], [0.0, 0.0, 0.0], [-0.3, 0.7, -0.4], [2.0, -1.0, -1.0]])
+ADVANTAGES = torch.tensor([[1.0, -1.0, 0.0], [0.0, 0.0, 0.0], [-0.3, 0.7, -0.4], [2.0, -1.0, -1.0]])
+
+
+def settings(**changes) -> Config:
+    return Config(**{"temperature": 0.9, "kl": 0.1, "micro_batch": 4, **changes})
 
 
 @pytest.fixture
-def model():
+def model() -> Transformer:
     return adapted()
 
 
 @pytest.fixture
-def rollout(model):
+def rollout(model) -> Rollout:
     return generate(model, PROMPTS, 3, 12, 0.9, (1, 2, 3), torch.Generator().manual_seed(4))
 
 
-def gradient(model, rollout, settings, **options):
-    """-> (metrics, the adapters' gradient as one vector)"""
+def score_naive(model: Transformer, prompts: list[list[int]], ids: Tensor, mask: Tensor,
+                temperature: float) -> Tensor:
+    """grpo.score, from one whole sequence at a time: no padding, no prefix, every logit kept."""
+    samples = len(ids) // len(prompts)
+    rows = []
+    for n, response in enumerate(ids):
+        prompt = prompts[n // samples]
+        sequence = torch.tensor([prompt + response.tolist()])
+        logits = model(sequence)[0, len(prompt) - 1:-1]  # (T, V)
+        logprobs = (logits.float() / temperature).log_softmax(-1)
+        rows.append(logprobs.gather(1, response[:, None])[:, 0])
+    return torch.stack(rows) * mask
+
+
+def gradient(model, rollout, config, advantages=ADVANTAGES, prompts=PROMPTS, **options):
+    """-> (metrics, the adapters' gradient as one vector)."""
     model.zero_grad()
-    metrics = grpo.accumulate_gradient(model, PROMPTS, rollout, options.pop("advantages", ADVANTAGES), settings, **options)
-    parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in lora.parameters(model).values()]
+    metrics = grpo.accumulate_gradient(model, prompts, rollout, advantages, config, **options)
+    parts = [torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+             for parameter in lora.parameters(model).values()]
     return metrics, torch.cat([part.flatten() for part in parts])
 
 
-def assert_same(ours, expected):
-    """Equal up to fp32 rounding, measured on the whole vector."""
-    assert (ours - expected).norm() < 1e-5 * expected.norm(), (ours - expected).norm() / expected.norm()
-
-
-SETTINGS = LossSettings(temperature=0.9, kl=0.1, max_new_tokens=12, micro_batch=4)
+def assert_same(found, expected, tolerance=1e-5):
+    """Equal up to rounding in fp32, measured on the whole vector."""
+    assert (found - expected).norm() < tolerance * expected.norm()
 
 
 def test_advantages_by_hand():
     rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0], [0.0, 0.0, 0.0, 1.0]])
     expected = torch.tensor([[0.5, -0.5, -0.5, 0.5], [-0.25, -0.25, -0.25, 0.75]])
     torch.testing.assert_close(group_advantages(rewards, "none"), expected)
-    deviations = torch.tensor([[math.sqrt(1 / 3)], [0.5]])              # sqrt(sum of squares / (4 - 1))
+    deviations = torch.tensor([[math.sqrt(1 / 3)], [0.5]])  # sqrt(sum of squares / (4 - 1))
     torch.testing.assert_close(group_advantages(rewards, "std"), expected / (deviations + 1e-4))
-    with pytest.raises(ValueError, match="expected std or none"):
-        group_advantages(rewards, "max")
 
 
 @pytest.mark.parametrize("normalise", ["std", "none"])
 def test_advantages_stay_inside_their_group(normalise):
     rewards = torch.rand(6, 5, generator=torch.Generator().manual_seed(0))
-    advantages, order = group_advantages(rewards, normalise), torch.tensor([3, 1, 5, 0, 2, 4])
+    advantages = group_advantages(rewards, normalise)
+    order = torch.tensor([3, 1, 5, 0, 2, 4])
     assert torch.equal(group_advantages(rewards[order], normalise), advantages[order])
     torch.testing.assert_close(advantages.sum(1), torch.zeros(6), atol=1e-5, rtol=0)
     rewards[2] += 100
-    torch.testing.assert_close(group_advantages(rewards, normalise), advantages, atol=1e-3, rtol=1e-3)
-    for value in (0.0, 1.0, 1.3, 0.1, 1e-8):                            # no phantom advantage from a rounded mean
-        assert (group_advantages(torch.full((3, 7), value), normalise) == 0).all()
+    torch.testing.assert_close(group_advantages(rewards, normalise), advantages,
+                               atol=1e-3, rtol=1e-3)
 
 
-def test_token_weights_by_hand():
-    lengths = torch.tensor([1, 3, 4])
-    torch.testing.assert_close(token_weights(lengths, 10, "token"), torch.full((3,), 1 / 8))
-    torch.testing.assert_close(token_weights(lengths, 10, "sequence"), torch.tensor([1 / 3, 1 / 9, 1 / 12]))
-    torch.testing.assert_close(token_weights(lengths, 10, "constant"), torch.full((3,), 1 / 30))
-    for normalise in ("token", "sequence", "constant"):
-        assert token_weights(torch.zeros(2, dtype=torch.long), 10, normalise).isfinite().all()
-    with pytest.raises(ValueError, match="token, sequence or constant"):
-        token_weights(lengths, 10, "word")
+@pytest.mark.parametrize("normalise", ["std", "none"])
+@pytest.mark.parametrize("value", [0.0, 1.0, 1.3, 0.1, 1e-8])
+def test_equal_rewards_give_no_phantom_advantage(value, normalise):
+    assert (group_advantages(torch.full((3, 7), value), normalise) == 0).all()
 
 
-def test_clipping_and_kl_by_hand():
-    logprobs, old = torch.log(torch.tensor([[1.5, 0.5, 1.1, 1.0]])), torch.zeros(1, 4)
-    objective, clipped = clipped_objective(logprobs, old, torch.tensor([[2.0]]), 0.2, 0.3)
-    torch.testing.assert_close(objective, torch.tensor([[2.6, 1.0, 2.2, 2.0]]))
-    assert clipped.tolist() == [[True, False, False, False]]
-    objective, clipped = clipped_objective(logprobs, old, torch.tensor([[-2.0]]), 0.2, 0.3)
-    torch.testing.assert_close(objective, torch.tensor([[-3.0, -1.6, -2.2, -2.0]]))
-    assert clipped.tolist() == [[False, True, False, False]]
-    torch.testing.assert_close(k3(torch.tensor([0.0]), torch.tensor([math.log(2)])), torch.tensor([2 - math.log(2) - 1]))
+def test_the_unexplained_share_by_hand():
+    correct = torch.tensor([[0.5, -0.5], [0.5, -0.5]])
+    assert unexplained_share(3 * correct, correct) == pytest.approx(0.0, abs=1e-6)
+    assert unexplained_share(torch.tensor([[1.0, 1.0], [-1.0, -1.0]]), correct) == 1.0
+    mixed = torch.tensor([[2.0, 0.0], [0.0, -2.0]])  # the sum of both, of equal size
+    assert unexplained_share(mixed, correct) == pytest.approx(0.5)
+    assert unexplained_share(torch.zeros(2, 2), correct) == 0.0
+    assert unexplained_share(mixed, torch.zeros(2, 2)) == 1.0
+
+
+@pytest.mark.parametrize("advantage, clipped_ratios", [(2.0, [1.21, 1.5]), (-2.0, [0.79, 0.5])])
+def test_the_clip_stops_the_gradient_beyond_1_plus_minus_0_2(advantage, clipped_ratios):
+    ratios = [0.5, 0.79, 0.81, 1.0, 1.19, 1.21, 1.5]
+    logprobs = torch.tensor([ratios]).log().requires_grad_()
+    old = torch.zeros(1, 7)
+    weights = torch.full((1, 7), 0.1)
+    loss, clipped = policy_loss(logprobs, old, old, torch.tensor([[advantage]]), weights, kl=0.0)
+    loss.backward()
+    for ratio, is_clipped, slope in zip(ratios, clipped[0].tolist(), logprobs.grad[0].tolist()):
+        assert is_clipped == (ratio in clipped_ratios)
+        expected = 0.0 if is_clipped else -0.1 * advantage * ratio
+        assert slope == pytest.approx(expected, abs=1e-6), ratio
+    # The worse of the two: a ratio that has gone too far the wrong way still counts in full.
+    objectives = {2.0: [1.0, 1.58, 1.62, 2.0, 2.38, 2.4, 2.4],
+                  -2.0: [-1.6, -1.6, -1.62, -2.0, -2.38, -2.42, -3.0]}
+    assert loss.item() == pytest.approx(-0.1 * sum(objectives[advantage]), abs=1e-6)
+
+
+def test_k3_by_hand():
+    found = k3(torch.tensor([0.0, 0.0, -1.0]), torch.tensor([math.log(2), 0.0, -3.0]))
+    expected = torch.tensor([2 - math.log(2) - 1, 0.0, math.exp(-2) + 2 - 1])
+    torch.testing.assert_close(found, expected)
+
+
+def test_the_loss_is_kl_times_k3_minus_the_objective():
+    logprobs = torch.tensor([[0.0, -1.0]]).requires_grad_()
+    old = logprobs.detach()
+    reference = torch.tensor([[math.log(2), -3.0]])
+    weights = torch.tensor([[0.25, 0.75]])
+    loss, _ = policy_loss(logprobs, old, reference, torch.tensor([[0.5]]), weights, kl=0.1)
+    divergences = (2 - math.log(2) - 1, math.exp(-2) + 2 - 1)
+    expected = 0.25 * (0.1 * divergences[0] - 0.5) + 0.75 * (0.1 * divergences[1] - 0.5)
+    assert loss.item() == pytest.approx(expected, abs=1e-6)
+    loss.backward()
+    # d k3 / d logp = 1 - exp(ref - logp); d ratio / d logp = 1 while nothing has moved.
+    slopes = [0.25 * (0.1 * (1 - 2) - 0.5), 0.75 * (0.1 * (1 - math.exp(-2)) - 0.5)]
+    torch.testing.assert_close(logprobs.grad, torch.tensor([slopes]))
 
 
 def test_extreme_log_ratios_stay_finite():
     logprobs = torch.tensor([[-1e4, 0.0, -500.0]], requires_grad=True)
     old = torch.tensor([[0.0, -1e4, -500.0]])
-    objective, _ = clipped_objective(logprobs, old, torch.tensor([[-1.0]]), 0.2, 0.2)
-    (objective.sum() + k3(logprobs, old).sum()).backward()
-    assert objective.isfinite().all() and logprobs.grad.isfinite().all()
+    loss, _ = policy_loss(logprobs, old, old, torch.tensor([[-1.0]]), torch.ones(1, 3), kl=1.0)
+    loss.backward()
+    assert loss.isfinite()
+    assert logprobs.grad.isfinite().all()
 
 
-def test_the_fast_scorer_equals_the_naive_one_in_values_loss_and_gradient(model, rollout, monkeypatch):
+@pytest.mark.parametrize("family", ["qwen2", "llama", "qwen3"])
+def test_score_equals_whole_sequences_in_values_loss_and_gradient(family, monkeypatch):
+    model = adapted(family)
+    generator = torch.Generator().manual_seed(4)
+    rollout = generate(model, PROMPTS, 3, 12, 0.9, (1, 2, 3), generator)
     mask = rollout.mask()
-    fast = grpo.score(model, PROMPTS, rollout.ids, mask, 0.9)
-    torch.testing.assert_close(fast, grpo.score_naive(model, PROMPTS, rollout.ids, mask, 0.9), atol=1e-4, rtol=1e-4)
-    reference = grpo.reference_logprobs(model, PROMPTS, rollout, SETTINGS)
-    metrics, fast_gradient = gradient(model, rollout, SETTINGS, reference=reference)
-    monkeypatch.setattr(grpo, "score", grpo.score_naive)
-    naive_metrics, naive_gradient = gradient(model, rollout, SETTINGS, reference=reference)
-    assert_same(fast_gradient, naive_gradient)
+    scored = grpo.score(model, PROMPTS, rollout.ids, mask, 0.9)
+    naive = score_naive(model, PROMPTS, rollout.ids, mask, 0.9)
+    torch.testing.assert_close(scored, naive, atol=1e-4, rtol=1e-4)
+    assert (scored[~mask] == 0).all()
+    reference = grpo.reference_logprobs(model, PROMPTS, rollout, settings())
+    with lora.disabled(model):
+        naive_reference = score_naive(model, PROMPTS, rollout.ids, mask, 0.9)
+    torch.testing.assert_close(reference, naive_reference, atol=1e-4, rtol=1e-4)
+    metrics, vector = gradient(model, rollout, settings(), reference=reference)
+    monkeypatch.setattr(grpo, "score", score_naive)
+    naive_metrics, naive_vector = gradient(model, rollout, settings(), reference=reference)
+    assert_same(vector, naive_vector)
     assert metrics == pytest.approx(naive_metrics, abs=1e-5)
 
 
-def test_chunks_of_the_vocabulary_change_nothing(model, rollout, monkeypatch):
-    reference = grpo.reference_logprobs(model, PROMPTS, rollout, SETTINGS)
-    _, whole = gradient(model, rollout, SETTINGS, reference=reference)
-    monkeypatch.setattr(grpo, "LOGITS_AT_ONCE", 37 * 5)                 # five tokens at a time
-    _, chunked = gradient(model, rollout, SETTINGS, reference=reference)
-    assert_same(chunked, whole)
+def test_prompts_of_equal_length_need_no_mask_and_score_the_same(model):
+    prompts = [[3, 4, 5], [6, 7, 8]]
+    rollout = generate(model, prompts, 3, 9, 1.0, (1, 2), torch.Generator().manual_seed(4))
+    scored = grpo.score(model, prompts, rollout.ids, rollout.mask(), 1.0)
+    naive = score_naive(model, prompts, rollout.ids, rollout.mask(), 1.0)
+    torch.testing.assert_close(scored, naive, atol=1e-4, rtol=1e-4)
 
 
-def test_the_hand_written_slope_of_a_log_probability_is_autograds():
-    generator = torch.Generator().manual_seed(0)
-    hidden, head = torch.randn(11, 6, generator=generator, dtype=torch.float64), torch.randn(37, 6, generator=generator, dtype=torch.float64)
-    targets, weights = torch.arange(11) * 3, torch.randn(11, generator=generator)
-    ours, theirs = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
-    (grpo.TargetLogprobs.apply(ours, head, targets, 0.7) * weights).sum().backward()
-    ((theirs @ head.T / 0.7).log_softmax(-1)[torch.arange(11), targets] * weights).sum().backward()
-    torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-5, rtol=1e-5)
-
-
-def test_a_sure_token_keeps_its_slope_in_bf16():
-    head = torch.eye(4).bfloat16()
-    hidden = torch.tensor([[7.0, 0.0, 0.0, 0.0]]).bfloat16().requires_grad_()           # p = 0.997
-    grpo.TargetLogprobs.apply(hidden, head, torch.tensor([0]), 1.0).sum().backward()
-    expected = torch.eye(4)[0] - torch.tensor([7.0, 0.0, 0.0, 0.0]).softmax(0)
-    torch.testing.assert_close(hidden.grad[0].float(), expected, atol=0, rtol=0.02)
-
-
-@pytest.mark.parametrize("normalise", ["token", "sequence", "constant"])
 @pytest.mark.parametrize("kl", [0.0, 0.1])
-def test_the_gradient_is_the_same_for_every_micro_batch_size(model, rollout, normalise, kl):
-    settings = replace(SETTINGS, normalise=normalise, kl=kl)
-    reference = grpo.reference_logprobs(model, PROMPTS, rollout, settings) if kl else None
-    results = [gradient(model, rollout, replace(settings, micro_batch=size), reference=reference) for size in (1, 2, 3, 4)]
-    for metrics, vector in results[1:]:
-        assert_same(vector, results[0][1])
-        assert metrics == pytest.approx(results[0][0], abs=1e-5)
+def test_the_gradient_is_the_same_for_every_micro_batch_size(model, rollout, kl):
+    reference = None
+    if kl:
+        reference = grpo.reference_logprobs(model, PROMPTS, rollout, settings())
+    expected_metrics, expected = gradient(model, rollout, settings(kl=kl), reference=reference)
+    for size in (1, 2, 3):
+        config = settings(kl=kl, micro_batch=size)
+        metrics, vector = gradient(model, rollout, config, reference=reference)
+        assert_same(vector, expected)
+        assert metrics == pytest.approx(expected_metrics, abs=1e-5)
+
+
+def test_the_reference_is_the_same_for_every_micro_batch_size(model, rollout):
+    expected = grpo.reference_logprobs(model, PROMPTS, rollout, settings())
+    assert not expected.requires_grad
+    for size in (1, 3):
+        found = grpo.reference_logprobs(model, PROMPTS, rollout, settings(micro_batch=size))
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_every_token_of_the_batch_weighs_the_same(model, rollout):
+    """With a ratio of one, the loss is minus the mean over tokens of their response's advantage."""
+    metrics, _ = gradient(model, rollout, settings(kl=0.0))
+    lengths = rollout.lengths.tolist()
+    assert len(set(lengths)) > 2
+    tokens = zip(ADVANTAGES.flatten().tolist(), lengths)
+    expected = -sum(advantage * length for advantage, length in tokens) / sum(lengths)
+    assert metrics["loss"] == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("weight", [0.1, 1.0])
+def test_the_kl_metric_is_the_mean_of_k3_over_all_tokens(model, rollout, weight):
+    reference = grpo.reference_logprobs(model, PROMPTS, rollout, settings())
+    config = settings(kl=weight, micro_batch=3)
+    metrics, _ = gradient(model, rollout, config, reference=reference)
+    mask = rollout.mask()
+    with torch.no_grad():
+        difference = reference - score_naive(model, PROMPTS, rollout.ids, mask, 0.9)
+    expected = (difference.exp() - difference - 1)[mask].mean().item()
+    assert expected > 0.01
+    assert metrics["kl"] == pytest.approx(expected, rel=1e-3)
+    without, _ = gradient(model, rollout, settings(kl=0.0))
+    assert metrics["loss"] == pytest.approx(without["loss"] + weight * expected, rel=1e-3)
 
 
 def test_groups_without_signal_are_skipped_and_nothing_is_lost(model, rollout, monkeypatch):
     scored = []
-    monkeypatch.setattr(grpo, "score", lambda m, prompts, *rest, score=grpo.score: scored.extend(prompts) or score(m, prompts, *rest))
-    _, skipping = gradient(model, rollout, replace(SETTINGS, kl=0.0))
-    assert PROMPTS[1] not in scored and len(scored) == 3
-    _, whole = gradient(model, rollout, replace(SETTINGS, kl=1e-12), reference=rollout.logprobs)
-    assert PROMPTS[1] in scored
-    assert_same(skipping, whole)
-    metrics, nothing = gradient(model, rollout, replace(SETTINGS, kl=0.0), advantages=torch.zeros(4, 3))
-    assert (nothing == 0).all() and metrics["loss"] == 0
+    original = grpo.score
+
+    def record(model, prompts, *rest):
+        scored.extend(prompts)
+        return original(model, prompts, *rest)
+    monkeypatch.setattr(grpo, "score", record)
+    _, skipping = gradient(model, rollout, settings(kl=0.0))
+    assert scored == [PROMPTS[0], PROMPTS[2], PROMPTS[3]]
+    scored.clear()
+    _, everything = gradient(model, rollout, settings(kl=1e-12), reference=rollout.logprobs)
+    assert scored == PROMPTS
+    assert_same(skipping, everything)
+    metrics, nothing = gradient(model, rollout, settings(kl=0.0), torch.zeros(4, 3))
+    assert (nothing == 0).all()
+    assert metrics["loss"] == 0
 
 
 def test_the_loss_and_its_gradient_equal_transformers_with_peft(tmp_path, rollout, model):
-    """A loop over responses and tokens, on transformers' model with PEFT's adapters: nothing of ours but the ids."""
+    """A loop over responses and tokens, on transformers' model with PEFT's adapters."""
     small_model().save_pretrained(tmp_path / "base")
     lora.save(model, tmp_path / "adapter")
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     theirs = PeftModel.from_pretrained(base, tmp_path / "adapter", is_trainable=True)
-    old = rollout.logprobs + 0.3 * torch.randn(rollout.logprobs.shape, generator=torch.Generator().manual_seed(1))
+    noise = torch.randn(rollout.logprobs.shape, generator=torch.Generator().manual_seed(1))
+    old = rollout.logprobs + 0.3 * noise
     loss, count = 0.0, int(rollout.lengths.sum())
     for n in range(12):
         prompt, response = PROMPTS[n // 3], rollout.ids[n, :rollout.lengths[n]].tolist()
         advantage = float(ADVANTAGES[n // 3, n % 3])
-        logits = theirs(torch.tensor([prompt + response])).logits[0] / 0.9
+        sequence = torch.tensor([prompt + response])
+        logits = theirs(sequence).logits[0] / 0.9
         with theirs.disable_adapter(), torch.no_grad():
-            reference_logits = theirs(torch.tensor([prompt + response])).logits[0] / 0.9
+            reference_logits = theirs(sequence).logits[0] / 0.9
         for t, token in enumerate(response):
-            where = len(prompt) + t - 1
-            logp = logits[where, token] - logits[where].logsumexp(0)
-            ref = reference_logits[where, token] - reference_logits[where].logsumexp(0)
+            slot = len(prompt) + t - 1
+            logp = logits[slot, token] - logits[slot].logsumexp(0)
+            ref = reference_logits[slot, token] - reference_logits[slot].logsumexp(0)
             ratio = torch.exp(logp - old[n, t])
-            surrogate = min(ratio * advantage, max(0.8, min(1.25, ratio)) * advantage)
-            loss = loss + (0.1 * (torch.exp(ref - logp) - (ref - logp) - 1) - surrogate) / count
+            surrogate = min(ratio * advantage, max(0.8, min(1.2, ratio)) * advantage)
+            divergence = torch.exp(ref - logp) - (ref - logp) - 1
+            loss = loss + (0.1 * divergence - surrogate) / count
     loss.backward()
-    settings = replace(SETTINGS, clip_high=0.25, micro_batch=2)
-    reference = grpo.reference_logprobs(model, PROMPTS, rollout, settings)
-    metrics, ours = gradient(model, rollout, settings, reference=reference, old=old)
-    expected = {name.replace(".default", ""): parameter.grad for name, parameter in theirs.named_parameters() if "lora_" in name}
-    expected = torch.cat([expected[name].flatten() for name in lora.parameters(model)])
-    assert metrics["loss"] == pytest.approx(loss.item(), abs=1e-5) and metrics["clip_share"] > 0.05
-    assert_same(ours, expected)
+    config = settings(micro_batch=2)
+    reference = grpo.reference_logprobs(model, PROMPTS, rollout, config)
+    metrics, found = gradient(model, rollout, config, reference=reference, old=old)
+    gradients = {name.replace(".default", ""): parameter.grad
+                 for name, parameter in theirs.named_parameters() if "lora_" in name}
+    expected = torch.cat([gradients[name].flatten() for name in lora.parameters(model)])
+    assert metrics["loss"] == pytest.approx(loss.item(), abs=1e-5)
+    assert metrics["clip_share"] > 0.05
+    assert_same(found, expected)
 
 
 def test_an_unmoved_policy_has_ratio_one_and_clips_nothing(model, rollout):
     recomputed = grpo.score(model, PROMPTS, rollout.ids, rollout.mask(), 0.9)
     assert (recomputed - rollout.logprobs).abs().max() < 1e-4
-    metrics, from_sampler = gradient(model, rollout, replace(SETTINGS, kl=0.0), old=rollout.logprobs)
+    metrics, from_sampler = gradient(model, rollout, settings(kl=0.0), old=rollout.logprobs)
     assert metrics["clip_share"] == 0
-    _, single = gradient(model, rollout, replace(SETTINGS, kl=0.0))
+    _, single = gradient(model, rollout, settings(kl=0.0))
     assert_same(from_sampler, single)
 
 
 def test_a_fresh_adapter_has_kl_exactly_zero():
     model = lora.apply(small_model(), 4)
     rollout = generate(model, PROMPTS, 3, 12, 0.9, (1,), torch.Generator().manual_seed(0))
-    reference = grpo.reference_logprobs(model, PROMPTS, rollout, SETTINGS)
-    metrics, _ = gradient(model, rollout, SETTINGS, reference=reference)
+    reference = grpo.reference_logprobs(model, PROMPTS, rollout, settings())
+    metrics, _ = gradient(model, rollout, settings(), reference=reference)
     assert metrics["kl"] == 0.0
 
 
-def test_a_step_moves_b_and_leaves_the_base_alone(rollout):
-    model = lora.apply(small_model(), 4)
-    base = {name: p.clone() for name, p in model.named_parameters() if "lora_" not in name}
-    optimizer = torch.optim.AdamW(lora.parameters(model).values(), lr=1e-3)
-    gradient(model, rollout, replace(SETTINGS, kl=0.0))
+def test_the_end_token_is_trained(model):
+    """Here every token ends the response, so whatever is learned is learned about end tokens."""
+    rollout = generate(model, PROMPTS, 3, 12, 0.9, tuple(range(37)), torch.Generator())
+    assert rollout.finished.all()
+    assert (rollout.lengths == 1).all()
+    metrics, found = gradient(model, rollout, settings(kl=0.0))
+    model.zero_grad()
+    logprobs = score_naive(model, PROMPTS, rollout.ids, torch.ones(12, 1), 0.9)
+    (-(logprobs[:, 0] * ADVANTAGES.flatten()).sum() / 12).backward()
+    parameters = lora.parameters(model).values()
+    expected = torch.cat([parameter.grad.flatten() for parameter in parameters])
+    assert expected.norm() > 1e-3
+    assert_same(found, expected)
+    assert metrics["loss"] == pytest.approx(-ADVANTAGES.sum().item() / 12, abs=1e-6)
+
+
+def test_rewarded_responses_become_likelier_up_to_their_end_token(model, rollout):
+    before = score_naive(model, PROMPTS, rollout.ids, rollout.mask(), 0.9).detach()
+    rewarded = 9  # the first response to the last problem
+    assert rollout.finished[rewarded]
+    advantages = torch.zeros(4, 3)
+    advantages[3, 0] = 1.0
+    optimizer = torch.optim.SGD(lora.parameters(model).values(), lr=0.1)
+    gradient(model, rollout, settings(kl=0.0), advantages)
     optimizer.step()
-    assert all((layer.lora_B != 0).any() for layer in lora.layers(model).values())
-    assert all(torch.equal(p, base[name]) for name, p in model.named_parameters() if name in base)
+    after = score_naive(model, PROMPTS, rollout.ids, rollout.mask(), 0.9).detach()
+    assert after[rewarded].sum() > before[rewarded].sum() + 0.01
+    last = int(rollout.lengths[rewarded]) - 1
+    assert after[rewarded, last] > before[rewarded, last]
 
 
-def test_bf16_scores_in_fp32(rollout):
+def test_a_step_moves_b_and_leaves_the_base_alone():
+    """Sampling, the reference, the gradient and the update: the base weights keep every bit."""
+    model = lora.apply(small_model(), 4)
+    base = {name: parameter.clone() for name, parameter in model.named_parameters()
+            if "lora_" not in name}
+    rollout = generate(model, PROMPTS, 3, 12, 0.9, (1, 2, 3), torch.Generator().manual_seed(4))
+    optimizer = torch.optim.AdamW(lora.parameters(model).values(), lr=1e-3)
+    reference = grpo.reference_logprobs(model, PROMPTS, rollout, settings())
+    gradient(model, rollout, settings(), reference=reference)
+    optimizer.step()
+    with lora.merged(model):
+        model(torch.tensor([[1, 2, 3]]))
+    for name, layer in lora.layers(model).items():
+        assert (layer.lora_B != 0).any(), name
+    for name, parameter in base.items():
+        assert torch.equal(model.get_parameter(name), parameter), name
+
+
+def test_a_bf16_base_scores_in_fp32(rollout):
     model = adapted()
     for name, parameter in model.named_parameters():
         if "lora_" not in name:
             parameter.data = parameter.data.to(torch.bfloat16)
-    _, vector = gradient(model, rollout, replace(SETTINGS, kl=0.0))
-    _, expected = gradient(adapted(), rollout, replace(SETTINGS, kl=0.0))
-    assert vector.dtype == torch.float32 and torch.cosine_similarity(vector, expected, dim=0) > 0.95
-    hidden, head = torch.randn(9, 36).bfloat16(), model.head
-    logprobs = grpo.TargetLogprobs.apply(hidden, head, torch.arange(9), 1.0)
-    expected = (hidden @ head.T).double().log_softmax(-1)[torch.arange(9), torch.arange(9)]
-    torch.testing.assert_close(logprobs.double(), expected, atol=1e-5, rtol=1e-5)
+    scored = grpo.score(model, PROMPTS, rollout.ids, rollout.mask(), 0.9)
+    assert scored.dtype == torch.float32
+    _, vector = gradient(model, rollout, settings(kl=0.0))
+    _, expected = gradient(adapted(), rollout, settings(kl=0.0))
+    assert vector.dtype == torch.float32
+    assert torch.cosine_similarity(vector, expected, dim=0) > 0.95
 
 
-@pytest.mark.parametrize("normalise", ["token", "sequence", "constant"])
-def test_empty_responses_give_no_nan(model, rollout, normalise):
+def test_empty_responses_give_no_nan(model, rollout):
     rollout.lengths[:] = 0
-    _, vector = gradient(model, rollout, replace(SETTINGS, kl=0.0, normalise=normalise))
+    metrics, vector = gradient(model, rollout, settings(kl=0.0))
     assert (vector == 0).all()
+    assert metrics == {"loss": 0.0, "kl": 0.0, "clip_share": 0.0}
     rollout.lengths[0] = 2
-    metrics, vector = gradient(model, rollout, replace(SETTINGS, kl=0.0, normalise=normalise))
-    assert vector.isfinite().all() and (vector != 0).any() and math.isfinite(metrics["loss"])
+    metrics, vector = gradient(model, rollout, settings(kl=0.0))
+    assert vector.isfinite().all()
+    assert (vector != 0).any()
+    assert math.isfinite(metrics["loss"])
 
 
 def test_recomputing_layers_changes_no_gradient(model, rollout):
-    reference = grpo.reference_logprobs(model, PROMPTS, rollout, SETTINGS)
-    metrics, expected = gradient(model, rollout, SETTINGS, reference=reference)
+    reference = grpo.reference_logprobs(model, PROMPTS, rollout, settings())
+    metrics, expected = gradient(model, rollout, settings(), reference=reference)
     model.recompute = True
-    again, ours = gradient(model, rollout, SETTINGS, reference=reference)
-    assert metrics == again and torch.equal(ours, expected)
+    again, found = gradient(model, rollout, settings(), reference=reference)
+    assert metrics == again
+    assert torch.equal(found, expected)
+
+
+def test_gradients_add_up_over_calls(model, rollout):
+    _, once = gradient(model, rollout, settings(kl=0.0))
+    grpo.accumulate_gradient(model, PROMPTS, rollout, ADVANTAGES, settings(kl=0.0))
+    parameters = lora.parameters(model).values()
+    twice = torch.cat([parameter.grad.flatten() for parameter in parameters])
+    assert_same(twice, 2 * once)
