@@ -10,10 +10,10 @@ and, where it has them,
 
 Countdown is built in: combine every given number once, with + - *, to reach a target.
     use 3,8,5 to make 19:   ->   8*3=24;24-5=19
-Most problems can be solved in several ways and the checker knows them, so one can watch a policy
-lose its strategies. Word problems come from GSM8K or from JSONL files and are judged by the number
-that the response ends on (support/answers.py). A task of your own is one function, `--data
-my_file:my_function`.
+A third of its problems can be solved in several ways and the checker knows them, so one can watch
+a policy lose its strategies. Word problems come from GSM8K or from JSONL files and are judged by
+the number that the response ends on (support/answers.py). A task of your own is one function from a
+split to its problems: `--data my_file:my_function`.
 """
 import hashlib
 import importlib
@@ -106,8 +106,8 @@ def random_play(numbers: tuple[int, ...], rng: random.Random,
 def random_problem(size: int, rng: random.Random) -> Countdown:
     """The target is where a random play that prefers + ends.
 
-    Adding all numbers solves one problem in three, more than any other strategy does, which tempts
-    a policy to do nothing else.
+    Adding all numbers solves one training problem in three, more than any other strategy does,
+    which tempts a policy to do nothing else.
     """
     numbers = tuple(rng.randint(1, LARGEST_NUMBER) for _ in range(size))
     return Countdown(numbers, random_play(numbers, rng, "+++--**")[1])

@@ -1,4 +1,4 @@
-"""Evaluation: how often a policy is right, and how many ways of being right it still has.
+"""Evaluation: how often a policy is right, and how many strategies it still has.
 
     python evaluate.py runs/NAME            a trained run, with the settings of its config.json
     python evaluate.py MODEL --data NAME    any model folder or hub id, or tiny; no run needed
@@ -8,8 +8,7 @@ pass@k is the unbiased estimator of Chen et al. (2021): with c of n samples corr
 C(n, k). Strategy entropy is in nats, over the true strategies of all legal responses. Intervals are
 95 % bootstrap intervals over problems. The same seed gives the same numbers.
 
-Cluster entropy is the paper's measure of diversity: the entropy of clusters of strategy embeddings
-(support/clustering.py).
+Cluster entropy, after the paper, is that of clusters of embeddings (support/clustering.py).
 """
 import math
 from collections import Counter

@@ -122,5 +122,6 @@ def accumulate_gradient(model: Transformer, prompts: list[list[int]], rollout: R
         metrics["clip_share"] += (clipped * weight).sum().item()
     if parallel.active:
         parallel.sum_gradients(list(lora.parameters(model).values()))
-        metrics = parallel.total(metrics)
+        ranks = parallel.gather_values(metrics)
+        metrics = {name: sum(each[name] for each in ranks) for name in metrics}
     return metrics

@@ -116,17 +116,11 @@ def save(model: Transformer, folder: str | Path, base: str = "") -> None:
     first = next(iter(adapted.values()))
     rank = first.lora_A.shape[0]
     write_tensors(Path(folder) / "adapter_model.safetensors", parameters(model))
+    targets = sorted({name.rpartition(".")[2] for name in adapted})
     write_json(Path(folder) / "adapter_config.json", {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
-        "r": rank,
-        "lora_alpha": first.scale * rank,
-        "target_modules": sorted({name.rpartition(".")[2] for name in adapted}),
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True})
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base,
+        "r": rank, "lora_alpha": first.scale * rank, "target_modules": targets,
+        "lora_dropout": 0.0, "bias": "none", "fan_in_fan_out": False, "inference_mode": True})
 
 
 def load(model: Transformer, folder: str | Path) -> Transformer:

@@ -7,9 +7,9 @@ and whose state_dict goes into the checkpoint. The gate, alpha and the logging a
     novelty      distance to the group's other correct responses
     icm          Pathak et al. 2017: error of the forward model M; needs --reading equations
     rnd          Burda et al. 2018: error of distilling a random network
-    count        Bellemare et al. 2016: 1 / sqrt(n) of the embedding's cluster
+    count        Bellemare et al. 2016: 1 / sqrt(running share) of the embedding's cluster
     uniqueness   Hu et al. 2026: 1 / correct responses of the group in the same cluster
-    oracle       minus log of the *true* strategy's running share: not a method, only to compare with
+    oracle       minus log of the *true* strategy's running share: only to compare with
 """
 import json
 
@@ -74,7 +74,7 @@ class rnd(Learner):
 
 
 class Clusters(nn.Module):
-    """Cluster centres of strategy embeddings that follow the policy, one round of k-means per batch."""
+    """Cluster centres that follow the policy's embeddings, one round of k-means per batch."""
 
     def __init__(self, size: int, config: Config):
         super().__init__()
@@ -102,8 +102,8 @@ class count(Clusters):
 class uniqueness(Clusters):
     def forward(self, signals: Signals, config: Config) -> Tensor:
         cluster = self.assign(signals)
-        same = (cluster[:, :, None] == cluster[:, None, :]) * signals.correct[:, None, :]  # (B, G, G)
-        return 1 / same.sum(-1).clamp(min=1)
+        same = cluster[:, :, None] == cluster[:, None, :]  # (B, G, G)
+        return 1 / (same * signals.correct[:, None, :]).sum(-1).clamp(min=1)
 
 
 class oracle(nn.Module):

@@ -47,18 +47,17 @@ def settle(config: Config, given: set[str]) -> Config:
         return config
     saved = read_config(Path(config.run)) if config.run else None
     if saved is None:
-        raise ValueError(f"--resume needs --run FOLDER with a run that train.py has made: "
-                         f"{config.run or 'no folder was given'}")
+        raise ValueError(f"--resume needs --run FOLDER, a run of train.py; found {config.run!r}")
     fixed, why = given - CHANGEABLE, ""
     if "steps" in given and saved.alpha_decay and saved.method != "grpo":
         fixed |= {"steps"}
         why = " (alpha falls over --steps, so earlier steps depend on it)"
     changed = [name for name in sorted(fixed) if getattr(config, name) != getattr(saved, name)]
-    wrong = [f"--{name.replace('_', '-')} {getattr(config, name)} (the run: {getattr(saved, name)})"
-             for name in changed]
-    if wrong:
-        raise ValueError(f"{config.run} was started with other settings: {', '.join(wrong)}. Leave "
-                         f"them out to resume{why}")
+    if changed:
+        wishes = [f"--{name.replace('_', '-')} {getattr(config, name)} (the run: "
+                  f"{getattr(saved, name)})" for name in changed]
+        raise ValueError(f"{config.run} was started with other settings: {', '.join(wishes)}. "
+                         f"Leave them out to resume{why}")
     wishes = {name: getattr(config, name) for name in given & CHANGEABLE}
     return replace(saved, **{"wandb": False, "tensorboard": False, **wishes})
 
@@ -69,19 +68,20 @@ def run_folder(config: Config, given: set[str]):
 
     A run that ends before it has written anything leaves no folder behind.
     """
-    if config.resume or parallel.is_leader():
+    leader = parallel.is_leader()
+    if config.resume or leader:
         config = settle(config, given)
-    if not config.resume and parallel.is_leader():
+    if leader and not config.resume:
         config = claim(config)
     config = replace(config, run=parallel.gather_values(config.run)[0])
     folder = Path(config.run)
-    handle = lock(folder) if parallel.is_leader() else None
+    handle = lock(folder) if leader else None
     try:
-        if config.resume and parallel.is_leader():
+        if leader:
             files.write_json(folder / "config.json", asdict(replace(config, resume=False)))
         yield config
     finally:
-        if parallel.is_leader() and is_untouched(folder):
+        if leader and is_untouched(folder):
             for name in OWN_FILES:
                 (folder / name).unlink(missing_ok=True)
             folder.rmdir()
@@ -96,11 +96,12 @@ def is_untouched(folder: Path) -> bool:
 def how_to_continue(config: Config) -> str:
     if is_untouched(Path(config.run)):
         return "Nothing was written."
-    return f"To continue: {parallel.launcher()} train.py --run {shlex.quote(config.run)} --resume"
+    launcher = f"torchrun --nproc-per-node {parallel.world()} --" if parallel.active else "python"
+    return f"To continue: {launcher} train.py --run {shlex.quote(config.run)} --resume"
 
 
 def claim(config: Config) -> Config:
-    """Make the folder of a new run and write config.json; mkdir lets only one process win."""
+    """Make the folder of a new run; mkdir lets only one process win."""
     method, task = config.method.rpartition(":")[2], Path(config.data.rpartition(":")[2]).stem
     number = 1
     while True:
@@ -110,25 +111,21 @@ def claim(config: Config) -> Config:
             if config.run and folder.is_dir() and not any(folder.iterdir()):
                 folder.rmdir()  # an empty folder is as good as none
             folder.mkdir(parents=True)
-            break
+            return replace(config, run=str(folder), cache=str(Path(config.cache).absolute()))
         except FileExistsError:
             number += 1
             if config.run:
                 raise ValueError(f"{config.run} exists: choose another --run, or add --resume if "
                                  "it holds a run to continue") from None
-    config = replace(config, run=str(folder), cache=str(Path(config.cache).absolute()))
-    files.write_json(folder / "config.json", asdict(config))
-    return config
 
 
 def lock(folder: Path):
     """Keep other processes away from this run as long as the returned file is open."""
-    if fcntl is None:
-        return None
     descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     handle = os.fdopen(descriptor, "r+")
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if fcntl:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         handle.close()
         raise ValueError(f"{folder} is being written by another process: wait for it to end, or "
@@ -206,6 +203,7 @@ class Learned:
 
 
 def save(folder: Path, step: int, learned: Learned, model: nn.Module) -> None:
+    """Write a checkpoint; the last two are kept."""
     header = {"step": str(step), "base": fingerprint(model)}
     file = folder / "checkpoint" / f"step-{step:06d}.safetensors"
     files.write_tensors(file, learned.tensors(), header)
@@ -216,29 +214,23 @@ def save(folder: Path, step: int, learned: Learned, model: nn.Module) -> None:
 def load(folder: Path, learned: Learned, model: nn.Module) -> int:
     """Restore the last good checkpoint and drop what came later -> its step, 0 if there is none."""
     find_step(folder, model)  # refuses another base model
-    found = find_checkpoints(folder)
-    step = restore_newest(found, learned)
+    found, step = find_checkpoints(folder), 0
+    for number, file in reversed(found.items()):
+        try:
+            if files.read_header(file)["step"] != str(number):
+                raise ValueError("its header names another step")
+            learned.restore(files.read_tensors(file))
+            step = number
+            break
+        except (KeyError, ValueError, RuntimeError, TypeError, AttributeError) as error:
+            if parallel.is_leader():
+                print(f"warning: {file} cannot be used ({error})", file=sys.stderr)
     if found and not step:
-        raise ValueError(f"no checkpoint of {folder} can be used: remove its checkpoint folder to "
-                         "start over")
+        raise ValueError(f"no checkpoint of {folder} can be used: remove them to start over")
     if parallel.is_leader():
-        for file in (*folder.rglob("*.tmp"), *(found[n] for n in found if n > step)):
+        for file in (*folder.rglob("*.tmp"), *(found[number] for number in found if number > step)):
             file.unlink()
         for name in ("metrics.jsonl", "evaluations.jsonl"):  # the later steps are repeated
             lines = files.read_lines(folder / name)
             files.write_lines(folder / name, [line for line in lines if line["step"] <= step])
     return step
-
-
-def restore_newest(found: dict[int, Path], learned: Learned) -> int:
-    for step, file in reversed(found.items()):
-        try:
-            if files.read_header(file)["step"] != str(step):
-                raise ValueError("its header names another step")
-            learned.restore(files.read_tensors(file))
-            return step
-        except (KeyError, ValueError, RuntimeError, TypeError, AttributeError) as error:
-            if parallel.is_leader():
-                print(f"warning: {file} cannot be used ({error}), trying the one before it",
-                      file=sys.stderr)
-    return 0

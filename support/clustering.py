@@ -52,9 +52,9 @@ class Clustering(nn.Module):
         super().__init__()
         self.head = mlp(size, DIMENSION)
         self.norm = Standardise(size)
-        self.register_buffer("centres", torch.zeros(CLUSTERS, DIMENSION))
-        self.register_buffer("middle", torch.zeros(DIMENSION))
-        self.register_buffer("plane", torch.zeros(DIMENSION, 2))
+        shapes = {"centres": (CLUSTERS, DIMENSION), "middle": (DIMENSION,), "plane": (DIMENSION, 2)}
+        for name, shape in shapes.items():
+            self.register_buffer(name, torch.zeros(shape))
 
     @classmethod
     def fit(cls, features: Features) -> "Clustering":

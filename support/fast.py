@@ -319,7 +319,7 @@ FAST = {LoRALinear: FastLoRALinear, Transformer: FastTransformer}
 
 
 def accelerate(model: nn.Module) -> nn.Module:
-    """Every module becomes its fast twin: same parameters, same names, same results."""
+    """Modules become their fast twins, if they have one: same parameters, names and results."""
     for module in model.modules():
         module.__class__ = FAST.get(type(module), type(module))
     return model

@@ -99,24 +99,22 @@ def check_tensors(tensors: dict[str, Tensor], expected: dict[str, Tensor], where
 
 def pack_optimizer(optimizer: torch.optim.AdamW) -> Tensor:
     """AdamW's step count and two moments of every parameter, as one flat tensor; empty at first."""
-    parts = [torch.empty(0)]
-    for group in optimizer.param_groups:
-        for state in (optimizer.state[parameter] for parameter in group["params"]):
-            parts += [state[key].detach().cpu().flatten() for key in MOMENTS if state]
-    return torch.cat(parts)
+    states = [state for state in optimizer.state.values() if state]
+    parts = [state[key].detach().cpu().flatten() for state in states for key in MOMENTS]
+    return torch.cat([torch.empty(0), *parts])
 
 
 def unpack_optimizer(optimizer: torch.optim.AdamW, packed: Tensor) -> None:
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     sizes = [size for parameter in parameters for size in (1, parameter.numel(), parameter.numel())]
-    if packed.dtype != torch.float32 or packed.numel() not in (0, sum(sizes)):
-        raise ValueError(f"the optimizer's state has {packed.numel()} numbers, not {sum(sizes)}")
     optimizer.state.clear()
     if not packed.numel():
         return
-    parts = iter(packed.split(sizes))
+    if packed.dtype != torch.float32 or packed.numel() != sum(sizes):
+        raise ValueError(f"the optimizer's state has {packed.numel()} numbers, not {sum(sizes)}")
+    parts = iter(packed.clone().split(sizes))
     for parameter in parameters:
-        step, *moments = (next(parts).clone() for _ in MOMENTS)
+        step, *moments = (next(parts) for _ in MOMENTS)
         if not 0 <= step < 2 ** 24:
             raise ValueError(f"the optimizer's step count is {step.item()}")
         # AdamW keeps its step count on the CPU, unless it is fused.

@@ -1,16 +1,14 @@
 """Learned lambdas by meta-gradient (paper, Section 3.5: the coefficients are "meta-learned").
 
-With a plain gradient step theta' = theta - eta (g_ext + alpha (lambda_SS g_SS + lambda_SuS g_SuS)),
-where g_i is the gradient of the policy loss with advantages from reward part i alone, the extrinsic
-loss on the *next* batch changes by
+After a gradient step theta' = theta - eta (g_ext + alpha (lambda_SS g_SS + lambda_SuS g_SuS)),
+where g_i is the policy gradient of reward part i, the extrinsic loss on the *next* batch changes by
 
     d L_ext(theta') / d lambda_i  =  - eta alpha < g_ext(next batch), g_i(this batch) >
 
 so a part whose gradient agrees with what the task asks for next gains weight (LIRPG, Zheng et al.
 2018, for one step). The paper does not say how it meta-learns. Two liberties: the adapters are
-really updated by AdamW, so this is the gradient of a step that is not quite taken; and the inner
-product is a cosine, so that the step size does not depend on the scale of the gradients. The
-weights are softplus(raw), hence positive. It costs three extra backward passes every EVERY steps.
+updated by AdamW, so this is the gradient of a step that is not quite taken; and the inner product
+is a cosine, so that the scale of the gradients does not matter. The weights are softplus(raw).
 """
 from dataclasses import replace
 

@@ -2,13 +2,10 @@
 
     torchrun --nproc-per-node 2 -- train.py                  two processes on this machine
 
-The base weights are on every rank. A rank samples, judges and scores its own problems. Per step the
-ranks exchange one sum of the adapters' gradients, and the features and outcomes of each response:
-with those, every rank's strategy networks see the whole batch and take the same steps. Rank 0
-writes the run folder and all ranks read it: several machines need a shared disk for it.
-
-With one process `active` is False and none of this is called in a step. Values other than tensors
-are exchanged as JSON.
+Every rank has the base weights and samples, judges and scores its own problems. Per step the ranks
+exchange one sum of the adapters' gradients, and the features and outcomes of each response: with
+those, every rank's strategy networks see the whole batch and take the same steps. Rank 0 writes the
+run folder and all ranks read it. With one process `active` is False and a step calls none of this.
 """
 import atexit
 import json
@@ -52,10 +49,6 @@ def rank() -> int:
 
 def world() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def launcher() -> str:
-    return "python" if world() == 1 else f"torchrun --nproc-per-node {world()} --"
 
 
 def is_leader() -> bool:
@@ -106,12 +99,6 @@ def sum_gradients(parameters: list[Tensor]) -> None:
         parts = flat[:-1].split([parameter.numel() for parameter in parameters])
         for parameter, part in zip(parameters, parts):
             parameter.grad = part.view_as(parameter).clone()
-
-
-def total(values: dict[str, float]) -> dict[str, float]:
-    """The sum over ranks under each name."""
-    ranks = gather_values(values)
-    return {name: sum(each[name] for each in ranks) for name in values}
 
 
 @contextmanager

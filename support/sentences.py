@@ -1,6 +1,6 @@
 """A frozen sentence encoder in place of the policy's base model: --encoder FOLDER_OR_HUB_ID.
 
-The paper's is all-MiniLM-L6-v2. transformers reads the texts; their token states are mean-pooled
+The authors use all-MiniLM-L6-v2. transformers reads the texts; their token states are mean-pooled
 like those of the base model (strategy.py).
 """
 import torch

@@ -5,8 +5,8 @@ prompt. So it knows the notation and the arithmetic, uses all strategies, is rig
 hardly knows which target asks for which strategy. Its share of winning plays (TARGET_SHARE) was
 chosen so that plain GRPO loses its strategies; RESULTS.md says what follows from that.
 
-The result is an ordinary Hugging Face folder (config.json, model.safetensors, tokenizer.json) in
-the cache; from there the tiny model and a downloaded one take the same path through the code.
+The result is an ordinary Hugging Face folder, so the tiny model and a downloaded one take the same
+path through the code.
 """
 import math
 import random
@@ -78,8 +78,7 @@ def make_batch(tokenizer, size: int, count: int, rng: random.Random) -> tuple[Te
         plays.append(play + EOS)
     prompts, plays = tokenizer(prompts).input_ids, tokenizer(plays).input_ids
     width = max(len(prompt) + len(play) for prompt, play in zip(prompts, plays)) - 1
-    ids = torch.zeros(count, width, dtype=torch.long)
-    targets = torch.full((count, width), -100)
+    ids, targets = torch.zeros(count, width).long(), torch.full((count, width), -100)
     for row, (prompt, play) in enumerate(zip(prompts, plays)):
         length = len(prompt) + len(play) - 1
         ids[row, :length] = torch.tensor(prompt + play[:-1])
