@@ -222,9 +222,12 @@ def find_task(name: str):
         raise ValueError(f"--data {name}: expected {', '.join(COUNTDOWN)}, gsm8k, a JSONL file or "
                          "folder with questions and answers, or module:function")
     try:
-        return getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
+        task = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"--data {name} cannot be imported: {error}") from None
+    if not callable(task):
+        raise ValueError(f"--data {name} is not a function from a split to its problems")
+    return task
 
 
 def load(name: str, split: str, count: int = 0, seed: int = 0) -> list:

@@ -143,7 +143,7 @@ def find_method(name: str) -> Method:
     module, _, attribute = name.partition(":")
     try:
         method = getattr(importlib.import_module(module), attribute) if attribute else None
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"--method {name} cannot be imported: {error}") from None
     if method is None or not callable(method):
         raise ValueError(f"--method {name}: expected {', '.join(METHODS)}, or module:function")

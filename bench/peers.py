@@ -3,7 +3,6 @@
     train       a step of train.py
     generate    a rollout of transformers' generate
     trl         a step of TRL's GRPOTrainer with PEFT
-    machine     what this machine is capable of
 
 An empty line asks for a turn, a line of JSON says how it went. All sides take the model, the
 problems and every count from one Config. The temperature is 1, and there is no top-k.
@@ -16,8 +15,10 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from timeit import timeit
 
 import torch
+import transformers
 
 import data
 import lora
@@ -26,8 +27,6 @@ from sample import Policy, seeded
 from support import hub, tiny
 from support.config import Config
 from support.fast import reuse_memory
-
-MANY = 1000  # steps that TRL is told to take; it is asked for fewer
 
 
 def ask(side: str, config: Config) -> Iterator[dict]:
@@ -51,7 +50,7 @@ def ask(side: str, config: Config) -> Iterator[dict]:
 
 
 def turns() -> Iterator[dict]:
-    """The other end: wait to be asked, yield a dictionary for the turn's results, answer with it."""
+    """The other end: wait to be asked, yield a dictionary for results, answer with it."""
     status = Path("/proc/self/status")
     for _ in sys.stdin:
         results, begin = {}, time.perf_counter()
@@ -68,53 +67,36 @@ def train_side(config: Config) -> None:
     if run.strategist:
         for memory in (run.strategist.recent, run.strategist.outcomes):
             memory.added.fill_(memory.capacity)  # full, as later in a run
-        begin = time.perf_counter()
-        run.strategist.learn(10 * config.strategy_updates, seeded(0))
-        learning = (time.perf_counter() - begin) / 10
+        updates = config.strategy_updates
+        learning = timeit(lambda: run.strategist.learn(updates, seeded(0)), number=10) / 10
     for number, results in enumerate(turns()):
         results |= train.train_step(run, number)
         results["seconds_sus"] = results["seconds_intrinsic"] + learning
 
 
-def machine_side(config: Config) -> None:
-    """Operations per second in products of large matrices, bytes per second from memory."""
-    square, long = torch.randn(2, 1536, 1536), torch.ones(2 ** 28)
-    for results in turns():
-        begin = time.perf_counter()
-        for _ in range(40):
-            torch.mm(*square)
-        middle = time.perf_counter()
-        long.sum()
-        results["operations"] = 40 * 2 * 1536 ** 3 / (middle - begin)
-        results["bytes"] = long.nbytes / (time.perf_counter() - middle)
-
-
 def open_task(config: Config) -> tuple[Path, Policy, list]:
-    """-> the folder of the model, a policy without a model, the problems."""
+    """-> the model's folder, a policy that only encodes, the problems."""
     base = tiny.find_base(config)
-    tokenizer = hub.open_tokenizer(base)
-    policy = Policy(None, tokenizer, hub.find_eos_ids(base, tokenizer, len(tokenizer)), config)
+    policy = Policy(None, hub.open_tokenizer(base), (), config)
     return base, policy, data.load(config.data, "train", config.problems)
 
 
-@torch.inference_mode()
 def generate_side(config: Config) -> None:
-    from transformers import AutoModelForCausalLM
     base, policy, problems = open_task(config)
-    model = AutoModelForCausalLM.from_pretrained(base)
+    model = transformers.AutoModelForCausalLM.from_pretrained(base)
     prompts = torch.tensor(policy.encode(problems)).repeat_interleave(config.samples, 0)
+    ends = torch.tensor(model.generation_config.eos_token_id)
     for results in turns():
         ids = model.generate(prompts, attention_mask=torch.ones_like(prompts), do_sample=True,
-                             temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=config.max_new_tokens,
-                             pad_token_id=0, eos_token_id=list(policy.eos_ids))
-        ended = torch.isin(ids[:, prompts.shape[1]:], torch.tensor(policy.eos_ids)).long()
+                             temperature=1.0, top_k=0, top_p=1.0, pad_token_id=0,
+                             max_new_tokens=config.max_new_tokens)
+        ended = torch.isin(ids[:, prompts.shape[1]:], ends).long()
         results["tokens"] = int((ended.cumsum(1) - ended == 0).sum())  # end tokens included
 
 
 def trl_side(config: Config) -> None:
     import datasets
     import peft
-    import transformers
     import trl
     base, policy, problems = open_task(config)
     by_prompt, asked = {policy.plain_text(problem): problem for problem in problems}, turns()
@@ -129,19 +111,18 @@ def trl_side(config: Config) -> None:
 
     settings = trl.GRPOConfig(
         output_dir=config.run, per_device_train_batch_size=config.problems * config.samples,
-        num_generations=config.samples, max_completion_length=config.max_new_tokens, top_k=0,
-        top_p=1.0, temperature=1.0, beta=config.kl, learning_rate=config.learning_rate,
-        loss_type="grpo", gradient_checkpointing=config.recompute, bf16=False, use_cpu=True,
-        max_steps=MANY, shuffle_dataset=False, report_to="none", save_strategy="no",
-        logging_strategy="no", disable_tqdm=True)
+        num_generations=config.samples, max_completion_length=config.max_new_tokens,
+        temperature=1.0, top_k=0, top_p=1.0, beta=config.kl, learning_rate=config.learning_rate,
+        gradient_checkpointing=config.recompute, bf16=False, use_cpu=True, max_steps=1000,
+        save_strategy="no", logging_strategy="no", disable_tqdm=True)
     adapters = peft.LoraConfig(r=config.rank, lora_alpha=lora.ALPHA, task_type="CAUSAL_LM",
                                target_modules=list(lora.TARGETS))
-    rows = datasets.Dataset.from_dict({"prompt": list(by_prompt) * MANY})
+    rows = datasets.Dataset.from_dict({"prompt": list(by_prompt) * settings.max_steps})
     trl.GRPOTrainer(str(base), judge, settings, rows, processing_class=policy.tokenizer,
                     callbacks=[Clock()], peft_config=adapters).train()
 
 
-SIDES = {"train": train_side, "generate": generate_side, "trl": trl_side, "machine": machine_side}
+SIDES = {"train": train_side, "generate": generate_side, "trl": trl_side}
 
 if __name__ == "__main__":
     sys.stdout = sys.stderr  # what TRL prints is no answer

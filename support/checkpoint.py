@@ -37,6 +37,12 @@ def read_config(folder: Path) -> Config | None:
     return from_saved(Config, saved, str(file)) if "method" in saved else None
 
 
+def write_config(config: Config) -> None:
+    if parallel.is_leader():
+        file = Path(config.run) / "config.json"
+        files.write_json(file, asdict(replace(config, resume=False)))
+
+
 def settle(config: Config, given: set[str]) -> Config:
     """The settings of a new run, or of a resumed one as it was started. Writes nothing."""
     for name in ("model", "data", "encoder"):  # so that a run can be resumed from anywhere
@@ -77,8 +83,6 @@ def run_folder(config: Config, given: set[str]):
     folder = Path(config.run)
     handle = lock(folder) if leader else None
     try:
-        if leader:
-            files.write_json(folder / "config.json", asdict(replace(config, resume=False)))
         yield config
     finally:
         if leader and is_untouched(folder):
@@ -101,7 +105,7 @@ def how_to_continue(config: Config) -> str:
 
 
 def claim(config: Config) -> Config:
-    """Make the folder of a new run; mkdir lets only one process win."""
+    """Make the folder of a new run and write config.json; mkdir lets only one process win."""
     method, task = config.method.rpartition(":")[2], Path(config.data.rpartition(":")[2]).stem
     number = 1
     while True:
@@ -111,7 +115,9 @@ def claim(config: Config) -> Config:
             if config.run and folder.is_dir() and not any(folder.iterdir()):
                 folder.rmdir()  # an empty folder is as good as none
             folder.mkdir(parents=True)
-            return replace(config, run=str(folder), cache=str(Path(config.cache).absolute()))
+            config = replace(config, run=str(folder), cache=str(Path(config.cache).absolute()))
+            write_config(config)
+            return config
         except FileExistsError:
             number += 1
             if config.run:

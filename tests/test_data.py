@@ -192,8 +192,9 @@ def test_a_question_judges_the_number_that_a_response_ends_on():
     assert problem.judge("so it is $18.") == 1
     assert problem.judge("18, no, 19") == 0
     assert problem.judge("no idea") == 0
-    own_next_question = "#### 18\nQuestion: what is 2 + 2?\nAnswer: 4"
-    assert problem.judge(own_next_question) == 1
+    goes_on = "It is 18.\nQuestion: what is 2 + 2?\nAnswer: 4"  # the next question is its own
+    assert problem.judge(goes_on) == 1
+    assert problem.judge(goes_on.replace("18", "17").replace("4", "18")) == 0
 
 
 def test_a_file_is_divided_by_its_questions(tmp_path):

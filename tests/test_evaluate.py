@@ -3,25 +3,36 @@ import itertools
 import json
 import math
 import shutil
-from fractions import Fraction
+import statistics
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 import transformers
-from conftest import mutual_information, small_model
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer
+from safetensors.torch import load_file, save_file
 
 import data
 import evaluate
-import tiny
+import lora
+import model
+import sample
+from support import clustering, tiny
+from support.config import Config
+from support.fast import accelerate
+from tests.conftest import mutual_information, small_model
+from tests.test_train import quick_world, run  # noqa: F401 (a fixture)
+
+# Measuring: no model is needed.
 
 
-@pytest.mark.parametrize("samples, correct, k", [(6, 0, 1), (6, 2, 3), (6, 6, 2), (7, 3, 5), (5, 1, 5), (8, 5, 4)])
+@pytest.mark.parametrize("samples, correct, k", [(6, 0, 1), (6, 2, 3), (6, 6, 2), (7, 3, 5),
+                                                 (5, 1, 5), (8, 5, 4)])
 def test_pass_at_k_equals_brute_force(samples, correct, k):
     outcomes = [1] * correct + [0] * (samples - correct)
     draws = list(itertools.combinations(outcomes, k))
-    assert evaluate.pass_at_k(samples, correct, k) == pytest.approx(sum(any(draw) for draw in draws) / len(draws))
+    expected = sum(any(draw) for draw in draws) / len(draws)
+    assert evaluate.pass_at_k(samples, correct, k) == pytest.approx(expected)
 
 
 def test_entropy_by_hand():
@@ -35,24 +46,71 @@ def test_measure_by_hand():
     groups = [["8*3=24;24-5=19", "8+3=11;11+5=16", "nonsense", "nonsense"], ["1+2=3;3+3=6"] * 4]
     result = evaluate.measure(problems, groups)
     assert result["pass@1"] == pytest.approx((1 / 4 + 1) / 2)
-    assert result["pass@5"] is None and result["pass@16"] is None       # four samples cannot tell
+    assert result["pass@5"] is None  # four samples cannot tell
+    assert result["pass@16"] is None
+    assert "pass@5" not in result["intervals"]
     assert result["valid"] == pytest.approx((2 / 4 + 1) / 2)
     assert result["distinct"] == pytest.approx((3 / 4 + 1 / 4) / 2)
-    p = 5 / 6                                                           # of six legal plays five are ++ and one *-
-    assert result["strategy_entropy"] == pytest.approx(-p * math.log(p) - (1 - p) * math.log(1 - p))
+    p = 5 / 6  # of six legal plays five are ++ and one is *-
+    entropy = -p * math.log(p) - (1 - p) * math.log(1 - p)
+    assert result["strategy_entropy"] == pytest.approx(entropy)
+    assert result["strategies"] == pytest.approx({"*-": 1 / 6, "++": 5 / 6})
     low, high = result["intervals"]["pass@1"]
-    assert low == pytest.approx(0.25) and high == pytest.approx(1.0)    # two problems: a draw may be all of one kind
-    assert "pass@5" not in result["intervals"]
+    assert low == pytest.approx(0.25)  # two problems: a draw may be all of one kind
+    assert high == pytest.approx(1.0)
+    assert (result["problems"], result["samples"], result["seed"]) == (2, 4, 0)
 
 
-def test_lost_strategies_and_cluster_entropy_by_hand():
+def test_strategies_cluster_entropy_and_the_pass_curve_by_hand():
     problem = data.Countdown((1, 2, 3), 6)
-    before = evaluate.measure([problem] * 2, [["1+2=3;3+3=6", "3-2=1;1+1=2"]] * 2, clusters=[[0, 5], [0, 0]])
-    after = evaluate.measure([problem] * 2, [["1+2=3;3+3=6", "nonsense"]] * 2)
-    assert before["strategies"] == {"++": 0.5, "-+": 0.5} and after["strategies"] == {"++": 1.0}
-    assert before["cluster_entropy"] == pytest.approx(-0.75 * math.log(0.75) - 0.25 * math.log(0.25)) and after["cluster_entropy"] is None
-    assert before["pass_curve"] == [0.5, 1.0]
-    assert evaluate.lost(before, after) == ["-+"] and evaluate.lost(after, before) == [] and evaluate.lost({}, after) == []
+    right, wrong = "1+2=3;3+3=6", "3-2=1;1+1=2"
+    found = evaluate.measure([problem] * 2, [[right, wrong]] * 2, clusters=[[0, 5], [0, 0]])
+    assert found["strategies"] == {"++": 0.5, "-+": 0.5}
+    entropy = -0.75 * math.log(0.75) - 0.25 * math.log(0.25)
+    assert found["cluster_entropy"] == pytest.approx(entropy)
+    assert found["pass_curve"] == [0.5, 1.0]
+    without = evaluate.measure([problem] * 2, [[right, "nonsense"]] * 2)
+    assert without["strategies"] == {"++": 1.0}
+    assert without["cluster_entropy"] is None
+
+
+def test_a_task_that_cannot_tell_says_none():
+    class Plain:
+        prompt = "?"
+
+        def judge(self, response):
+            return float(response == "yes")
+    found = evaluate.measure([Plain()], [["yes", "no"]])
+    assert found["pass@1"] == 0.5
+    assert found["valid"] is None
+    assert found["strategy_entropy"] is None
+    assert found["strategies"] is None
+
+
+def binomial_quantile(n: int, p: float, level: float) -> int:
+    """The smallest k with P(X <= k) >= level."""
+    total = 0.0
+    for k in range(n + 1):
+        total += math.comb(n, k) * p ** k * (1 - p) ** (n - k)
+        if total >= level:
+            return k
+    return n
+
+
+@pytest.mark.parametrize("n, right", [(200, 80), (300, 30)])
+def test_an_interval_holds_the_middle_95_percent(n, right):
+    """The bootstrap of a share is binomial: its quantiles are known."""
+    problem = data.Countdown((3, 8, 5), 19)
+    groups = [["8*3=24;24-5=19" if i < right else "no"] for i in range(n)]
+    intervals = [evaluate.measure([problem] * n, groups, seed=seed)["intervals"]["pass@1"]
+                 for seed in range(5)]
+    low, high = (statistics.mean(ends) for ends in zip(*intervals))
+    expected = [binomial_quantile(n, right / n, level) for level in (0.025, 0.975)]
+    assert n * low == pytest.approx(expected[0], abs=1.0)
+    assert n * high == pytest.approx(expected[1], abs=1.0)
+    ninety = [binomial_quantile(n, right / n, level) for level in (0.05, 0.95)]
+    assert ninety[0] - expected[0] >= 2  # an interval of 90 % would be seen
+    assert expected[1] - ninety[1] >= 1
 
 
 def test_intervals_cover_the_truth_about_as_often_as_they_say():
@@ -61,90 +119,263 @@ def test_intervals_cover_the_truth_about_as_often_as_they_say():
     for trial in range(100):
         right = torch.rand(60, generator=generator) < 0.4
         groups = [["8*3=24;24-5=19" if r else "no"] for r in right]
-        low, high = evaluate.measure([problem] * 60, groups, trial)["intervals"]["pass@1"]
+        low, high = evaluate.measure([problem] * 60, groups, seed=trial)["intervals"]["pass@1"]
         covered += low <= 0.4 <= high
-    assert 85 <= covered <= 100
+    assert 88 <= covered <= 99
 
 
-def test_the_tiny_model_lands_where_exploration_matters(policy):
-    problems = data.load("countdown", "test", 200)
-    whole = evaluate.evaluate(policy, problems, 16, 1.0, 32, seed=3)
-    first = whole.metrics
-    assert 0.05 <= first["pass@1"] <= 0.20
-    assert first["pass@5"] >= 2.5 * first["pass@1"] and first["pass@16"] > first["pass@5"]
-    assert first["valid"] >= 0.6 and first["strategy_entropy"] >= 1.5
-    assert first == evaluate.evaluate(policy, problems, 16, 1.0, 32, seed=3).metrics        # the ruler included
-    other = evaluate.evaluate(policy, problems, 16, 1.0, 32, seed=4, ruler=whole.ruler)
-    assert first != other.metrics and abs(first["cluster_entropy"] - other.metrics["cluster_entropy"]) < 0.1
-    labels = [(response["cluster"], response["strategy"]) for record in other.samples for response in record["responses"] if response["strategy"]]
-    assert mutual_information(*zip(*labels)) > 0.4          # raw features have 0.12
-    assert first["pass_curve"][0] == pytest.approx(first["pass@1"]) and first["pass_curve"] == sorted(first["pass_curve"])
-    assert first["pass_curve"][15] == pytest.approx(first["pass@16"]) and sum(first["strategies"].values()) == pytest.approx(1)
-    for name in ("pass@1", "pass@5", "pass@16", "strategy_entropy", "cluster_entropy", "valid", "distinct"):
-        low, high = first["intervals"][name]
-        assert low < first[name] < high
+def test_entropy_intervals_are_centred_on_the_estimate():
+    """Twelve problems, each with a cluster of its own: a draw with repeats misses some of them."""
+    n = 12
+    found = evaluate.measure([data.Countdown((1, 2, 3), 6)] * n, [["no"]] * n,
+                             clusters=[[i] for i in range(n)])
+    estimate, (low, high) = found["cluster_entropy"], found["intervals"]["cluster_entropy"]
+    assert estimate == pytest.approx(math.log(n))
+    assert low < estimate < high
+    assert (low + high) / 2 == pytest.approx(estimate, abs=0.08)
+    assert 0.2 < high - low < 1.0
+
+
+def test_another_seed_draws_other_intervals_and_the_same_seed_the_same():
+    problem = data.Countdown((3, 8, 5), 19)
+    groups = [["8*3=24;24-5=19" if i % 3 else "no"] for i in range(50)]
+    first, again, other = (evaluate.measure([problem] * 50, groups, seed=seed)
+                           for seed in (1, 1, 2))
+    assert first == again
+    assert first["pass@1"] == other["pass@1"]
+    assert first["intervals"] != other["intervals"]
+
+
+# The tiny model.
+
+
+@pytest.fixture(scope="module")
+def tiny_policy(cache):
+    config = Config(device="cpu", cache=str(cache))
+    policy = sample.open_policy(tiny.find_base(config), config)
+    accelerate(policy.model)
+    return policy
+
+
+def test_the_tiny_model_lands_where_exploration_matters(tiny_policy, monkeypatch):
+    monkeypatch.setattr(clustering, "EPOCHS", 32)  # the real ones
+    config = tiny_policy.config
+    problems = data.load("countdown", "test", 100)
+    first = evaluate.evaluate(tiny_policy, problems, config, seed=3)
+    found = first.metrics
+    assert 0.05 <= found["pass@1"] <= 0.20
+    assert found["pass@5"] >= 2.5 * found["pass@1"]
+    assert found["pass@16"] > found["pass@5"]
+    assert found["valid"] >= 0.6
+    assert found["strategy_entropy"] >= 1.5
+    assert found["pass_curve"][0] == pytest.approx(found["pass@1"])
+    assert found["pass_curve"][15] == pytest.approx(found["pass@16"])
+    assert found["pass_curve"] == sorted(found["pass_curve"])
+    assert sum(found["strategies"].values()) == pytest.approx(1)
+    for name in ("pass@1", "pass@5", "pass@16", "strategy_entropy", "cluster_entropy", "valid",
+                 "distinct"):
+        low, high = found["intervals"][name]
+        assert low < found[name] < high
+    # Other responses, the same clusters: the same entropy, and clusters that follow strategies.
+    other = evaluate.evaluate(tiny_policy, problems, config, first.clustering, seed=4)
+    assert other.clustering is first.clustering
+    assert abs(found["cluster_entropy"] - other.metrics["cluster_entropy"]) < 0.15
+    labels = [(response["cluster"], response["strategy"]) for record in other.records
+              for response in record["responses"] if response["strategy"]]
+    assert mutual_information(*zip(*labels)) > 0.4  # raw features have 0.12
+
+
+def test_the_same_seed_gives_the_same_evaluation_and_another_does_not(tiny_policy):
+    config = replace(tiny_policy.config, eval_samples=4)
+    problems = data.load("countdown", "test", 40)  # two batches
+    first, again, other = (evaluate.evaluate(tiny_policy, problems, config, seed=seed)
+                           for seed in (5, 5, 6))
+    assert first.metrics == again.metrics
+    assert first.records == again.records
+    assert first.metrics["seed"] == 5
+    texts = [[response["text"] for record in each.records for response in record["responses"]]
+             for each in (first, other)]
+    assert len(texts[0]) == 160
+    assert sum(a != b for a, b in zip(*texts)) > 100
+    assert first.metrics["strategies"] != other.metrics["strategies"]
+
+
+def test_records_say_what_each_response_is(tiny_policy):
+    config = replace(tiny_policy.config, eval_samples=4)
+    problems = data.load("countdown", "test", 5)
+    found = evaluate.evaluate(tiny_policy, problems, config)
+    assert [record["question"] for record in found.records] == [each.prompt for each in problems]
+    correct = 0
+    for problem, record in zip(problems, found.records):
+        assert len(record["responses"]) == 4
+        for response in record["responses"]:
+            assert response["correct"] == problem.judge(response["text"])
+            assert response["strategy"] == problem.strategy_of(response["text"])
+            assert response["cluster"] in range(clustering.CLUSTERS)
+            assert len(response["place"]) == 2
+            correct += response["correct"]
+    assert found.metrics["pass@1"] == pytest.approx(correct / 20)
 
 
 def test_the_tiny_model_is_an_ordinary_folder(cache):
-    tokenizer = AutoTokenizer.from_pretrained(cache / "tiny-countdown")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(cache / "tiny-countdown")
     for text in ("use 12,9,3 to make 47:", "8*3=24;24-5=19"):
         assert tokenizer.decode(tokenizer(text).input_ids) == text
         assert tokenizer(text).input_ids == tiny.make_tokenizer()(text).input_ids
-    assert sum(p.numel() for p in evaluate.Transformer.from_pretrained(cache / "tiny-countdown").parameters()) < 1.1e6
+    ours = model.Transformer.from_pretrained(cache / "tiny-countdown")
+    assert sum(parameter.numel() for parameter in ours.parameters()) < 1.1e6
 
 
-def test_end_tokens_come_from_every_file_and_sampling_settings_from_none(tmp_path, cache):
-    tokenizer = AutoTokenizer.from_pretrained(cache / "tiny-countdown")
-    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 3}))
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 3], "top_k": 1, "temperature": 9}))
-    assert evaluate.find_eos_ids(tmp_path, tokenizer, 40) == (1, 3, 5)
-    tokenizer.eos_token = None
-    for name in ("config.json", "generation_config.json"):
-        (tmp_path / name).write_text("{}")
-    with pytest.raises(ValueError, match="no end token"):
-        evaluate.find_eos_ids(tmp_path, tokenizer, 40)
+# The command line.
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, cache, quick_world) -> Path:  # noqa: F811
+    """Two large steps; with seed 3, since an evaluation's own seed is another one."""
+    return run(tmp_path_factory.mktemp("runs") / "trained", cache, "--steps", "2", "--seed", "3",
+               "--eval-split", "validation", "--learning-rate", "0.05")
+
+
+def evaluated(folder, *flags, output) -> dict:
+    evaluate.main([str(folder), "--output", str(output), *flags])
+    return json.loads(output.read_text())
+
+
+def test_a_run_is_evaluated_with_its_own_settings_unless_flags_say_otherwise(trained, tmp_path):
+    own = json.loads((trained / "evaluation.json").read_text())
+    again = evaluated(trained, output=tmp_path / "again.json")
+    assert {**again, "step": 2} == own
+    other = evaluated(trained, "--seed", "1", output=tmp_path / "other.json")
+    assert other["seed"] == 1
+    assert other["pass_curve"] != own["pass_curve"]
+    split = evaluated(trained, "--eval-split", "test", output=tmp_path / "split.json")
+    assert split["pass_curve"] != own["pass_curve"]
+    more = evaluated(trained, "--eval-problems", "9", "--eval-samples", "3",
+                     output=tmp_path / "more.json")
+    assert (more["problems"], more["samples"]) == (9, 3)
+
+
+def test_at_temperature_zero_all_responses_are_alike(trained, tmp_path):
+    found = evaluated(trained, "--temperature", "0", output=tmp_path / "greedy.json")
+    assert found["distinct"] == pytest.approx(1 / found["samples"])
+
+
+def test_an_evaluation_reads_the_adapter(trained, cache, tmp_path):
+    """Without it the numbers are the base model's, which were measured before the first step."""
+    copy = tmp_path / "copy"
+    shutil.copytree(trained, copy)
+    file = copy / "adapter" / "adapter_model.safetensors"
+    save_file({name: torch.zeros_like(tensor) for name, tensor in load_file(file).items()}, file)
+    before = json.loads((copy / "evaluations.jsonl").read_text().splitlines()[0])
+    after = json.loads((copy / "evaluation.json").read_text())
+    found = evaluated(copy, output=tmp_path / "zero.json")
+    assert {**found, "step": 0} == before
+    assert {**found, "step": 2} != after
+
+
+@pytest.mark.parametrize("damage", ["nan", "whole numbers", "cut", "missing"])
+def test_a_damaged_adapter_is_refused(damage, trained, tmp_path, capsys):
+    shutil.copytree(trained, tmp_path / "copy")
+    file = tmp_path / "copy" / "adapter" / "adapter_model.safetensors"
+    tensors = {name: tensor.clone() for name, tensor in load_file(file).items()}
+    if damage == "nan":
+        next(iter(tensors.values()))[0, 0] = math.nan
+        save_file(tensors, file)
+    elif damage == "whole numbers":
+        save_file({name: tensor.long() for name, tensor in tensors.items()}, file)
+    elif damage == "cut":
+        file.write_bytes(file.read_bytes()[:-5])
+    else:
+        file.unlink()
+    with pytest.raises(SystemExit) as caught:
+        evaluate.main([str(tmp_path / "copy"), "--temperature", "0", "--export",
+                       str(tmp_path / "out")])
+    assert caught.value.code == 2
+    assert "adapter_model.safetensors" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_the_base_models_clusters_there_is_no_cluster_entropy(trained, tmp_path, capsys):
+    shutil.copytree(trained, tmp_path / "copy")
+    (tmp_path / "copy" / "clustering.safetensors").unlink()
+    found = evaluated(tmp_path / "copy", output=tmp_path / "out.json")
+    assert found["cluster_entropy"] is None
+    assert found["strategy_entropy"] is not None
+    row = [line for line in capsys.readouterr().out.splitlines() if "cluster entropy" in line]
+    assert row[0].split()[-1] == "-"
 
 
 def test_the_command_line_on_a_model_and_a_file(cache, tmp_path, capsys):
-    evaluate.main([str(cache / "tiny-countdown"), "--problems", "20", "--samples", "5", "--output", str(tmp_path / "out.json")])
+    result = evaluated(cache / "tiny-countdown", "--eval-problems", "20", "--eval-samples", "5",
+                       output=tmp_path / "out.json")
     printed = capsys.readouterr().out
-    result = json.loads((tmp_path / "out.json").read_text())
-    assert f"{100 * result['pass@1']:.1f}" in printed and "pass@5" in printed
-    assert result["pass@16"] is None and result["problems"] == 20
+    assert f"{100 * result['pass@1']:.1f}" in printed
+    assert "pass@5" in printed
+    assert str(tmp_path / "out.json") in printed
+    assert result["pass@16"] is None
+    assert result["problems"] == 20
+
+
+def test_tiny_is_a_model_by_name(cache, tmp_path):
+    flags = ["--eval-problems", "4", "--eval-samples", "2", "--cache", str(cache)]
+    by_name = evaluated("tiny", *flags, output=tmp_path / "name.json")
+    by_path = evaluated(cache / "tiny-countdown", *flags, output=tmp_path / "path.json")
+    assert by_name == by_path
 
 
 @pytest.mark.parametrize("argv, word", [
-    ([], "path"), (["nowhere/model/x"], "nowhere/model/x"), (["tiny", "--problems", "0"], "at least 1"),
-    (["tiny", "--data", "chess"], "countdown"), (["tiny", "--temperature", "nan"], "finite"),
-    (["tiny", "--device", "tpu"], "tpu"), (["tiny", "--max-new-tokens", "500"], "context"), (["tiny", "--nonsense"], "nonsense"),
-    (["tiny", "--seed", "9" * 30], "too large"), (["tiny", "--output", "/proc/x/y.json"], "--output"), (["tiny", "--output", "."], "--output")])
-def test_bad_input_is_one_line_and_exit_code_2(argv, word, cache, capsys):
+    ([], "path"), ([""], "empty"), (["nowhere/model/x"], "nowhere/model/x"),
+    (["tiny", "--eval-problems", "0"], "--eval-problems"), (["tiny", "--data", "chess"], "chess"),
+    (["tiny", "--temperature", "nan"], "--temperature"),
+    (["tiny", "--temperature", "-1"], "--temperature"),
+    (["tiny", "--device", "tpu"], "tpu"), (["tiny", "--max-new-tokens", "500"], "context"),
+    (["tiny", "--nonsense"], "--nonsense"), (["tiny", "--steps", "5"], "--steps"),
+    (["tiny", "--samples", "5"], "--samples"),
+    (["tiny", "--seed", "9" * 30], "--seed"), (["tiny", "--system", "Be brief."], "--system"),
+    (["tiny", "--prompt", "chat"], "chat template"),
+    (["tiny", "--output", "/proc/x/y.json"], "--output"), (["tiny", "--output", "."], "--output"),
+    (["tiny", "--export", "nowhere/new"], "--export")])
+def test_bad_input_is_one_line_and_exit_code_2(argv, word, cache, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as caught:
         evaluate.main([*argv, "--cache", str(cache)])
     errors = capsys.readouterr().err.splitlines()
-    assert caught.value.code == 2 and word in errors[-1] and errors[-1].startswith("error: ")
-    assert sum(line.startswith("error") for line in errors) == 1 and "Traceback" not in "".join(errors)
+    assert caught.value.code == 2
+    assert [line for line in errors if line.startswith("error: ")] == errors[-1:]
+    assert word in errors[-1]
+    assert "Traceback" not in "".join(errors)
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_the_judge_sees_what_the_model_said(policy):
-    ids = policy.tokenizer("8*3=24;24-5=19").input_ids
-    said = [ids + [1], ids[:4] + [0] + ids[4:] + [1], ids]
-    rollout = evaluate.sample.Rollout(torch.tensor([row + [0] * (20 - len(row)) for row in said]),
-                                      torch.tensor([len(row) for row in said]), torch.zeros(3, 20), torch.tensor([True, True, False]))
-    assert policy.decode(rollout) == ["8*3=24;24-5=19", "8*3=<pad>24;24-5=19", "8*3=24;24-5=19"]
+def test_help_names_every_flag_of_an_evaluation_and_no_other(capsys):
+    with pytest.raises(SystemExit) as caught:
+        evaluate.main(["--help"])
+    text = capsys.readouterr().out
+    assert caught.value.code == 0
+    words = {word.strip(",()[]") for word in text.split()}
+    flags = {word for word in words if word.startswith("--")}
+    expected = {"eval-split", "eval-problems", "eval-samples", "data", "temperature",
+                "max-new-tokens", "prompt", "system", "instruction", "seed", "device", "dtype",
+                "cache", "output", "export", "help"}
+    assert flags == {f"--{name}" for name in expected}
 
 
 def test_a_model_folder_cannot_bring_code_along(cache, tmp_path, monkeypatch, capsys):
-    shutil.copytree(cache / "tiny-countdown", folder := tmp_path / "evil")
-    (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: pass\n")
+    folder = tmp_path / "evil"
+    shutil.copytree(cache / "tiny-countdown", folder)
+    ran = tmp_path / "ran"
+    (folder / "evil.py").write_text(f"open({str(ran)!r}, 'w')\nclass Evil: pass\n")
     config = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}}))
-    monkeypatch.setattr("builtins.input", lambda *_: "y")       # transformers may ask, and people may say yes
+    config |= {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    # transformers may ask, and people may say yes
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
     try:
-        evaluate.main([str(folder), "--problems", "2", "--samples", "2"])
+        evaluate.main([str(folder), "--eval-problems", "2", "--eval-samples", "2"])
     except SystemExit as end:
-        assert end.code == 2 and capsys.readouterr().err.splitlines()[-1].startswith("error: ")
-    assert not (tmp_path / "ran").exists()
+        assert end.code == 2
+        assert capsys.readouterr().err.splitlines()[-1].startswith("error: ")
+    assert not ran.exists()
 
 
 def test_a_folder_without_a_tokenizer(tmp_path, capsys):
@@ -154,67 +385,57 @@ def test_a_folder_without_a_tokenizer(tmp_path, capsys):
     assert "tokenizer" in capsys.readouterr().err
 
 
-CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+def test_export_is_a_folder_that_transformers_continues_alike(trained, tiny_policy, tmp_path,
+                                                              capsys):
+    merged = tmp_path / "merged"
+    evaluate.main([str(trained), "--export", str(merged)])
+    assert str(merged) in capsys.readouterr().out
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(merged)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(merged)
+    base = {name: tensor.clone() for name, tensor in tiny_policy.model.named_parameters()}
+    adapted = model.Transformer.from_pretrained(tiny_policy.base)
+    lora.load(adapted, trained / "adapter")
+    problems = data.load("countdown", "test", 10)
+    rollout = sample.generate(adapted, tiny_policy.encode(problems), 1, 16, 0.0,
+                              tiny_policy.eos_ids, torch.Generator())
+    for problem, text in zip(problems, tiny_policy.decode(rollout)):
+        ids = tokenizer(problem.prompt, return_tensors="pt").input_ids
+        continued = theirs.generate(ids, max_new_tokens=16, do_sample=False, pad_token_id=0)
+        continued = continued[0, ids.shape[1]:]
+        assert tokenizer.decode(continued, skip_special_tokens=True) == text
+    # It is the trained model, not its base: the adapters are in the weights.
+    moved = theirs.model.layers[0].self_attn.q_proj.weight
+    assert not torch.equal(moved, base["layers.0.self_attn.q_proj.weight"])
+    ids = torch.arange(20).view(2, 10)
+    torch.testing.assert_close(theirs(ids).logits, adapted(ids), atol=1e-4, rtol=1e-4)
+    end_tokens = json.loads((merged / "generation_config.json").read_text())
+    assert end_tokens["eos_token_id"] == list(tiny_policy.eos_ids)
+    for folder, library in ((merged, "transformers"), (trained / "adapter", "peft")):
+        card = (folder / "README.md").read_text()
+        assert card.startswith("---\nlicense: other\n")
+        assert f"library_name: {library}" in card
+        assert "pass@1" in card
+        assert "2 steps" in card
 
 
-def test_prompts_follow_the_chat_template(policy):
-    problem, plain = data.Question("What is 2+3?", Fraction(5)), policy.encode([data.Countdown((3, 8, 5), 19)])
-    assert plain == [policy.tokenizer("use 3,8,5 to make 19:").input_ids]
-    policy.tokenizer.chat_template = CHAT
-    policy.prompt = evaluate.Prompt("auto", "Be brief.", "Only a number.")
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 2+3?\nOnly a number."}]
-    assert policy.chat(problem) == messages
-    assert policy.encode([problem]) == [policy.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)]
-    policy.prompt = evaluate.Prompt()
-    assert policy.chat(problem)[0]["content"].endswith(data.Question.instruction) and len(policy.chat(problem)) == 1
-    policy.prompt = evaluate.Prompt("plain")
-    assert policy.encode([data.Countdown((3, 8, 5), 19)]) == plain
+def test_export_never_writes_over_anything(trained, tmp_path, capsys):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine.txt").write_text("mine")
+    (tmp_path / "file").write_text("mine")
+    for name in ("full", "file"):
+        with pytest.raises(SystemExit):
+            evaluate.main([str(trained), "--export", str(tmp_path / name)])
+        assert "--export" in capsys.readouterr().err
+    assert (tmp_path / "full" / "mine.txt").read_text() == "mine"
+    assert [file.name for file in (tmp_path / "full").iterdir()] == ["mine.txt"]
+    assert (tmp_path / "file").read_text() == "mine"
 
 
-CHATML = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-          "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
-
-
-def byte_tokenizer(folder):
-    """Every byte a token, and the two marks of a chat."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", chat_template=CHATML,
-                                                additional_special_tokens=["<|im_start|>"])
-    fast.save_pretrained(folder)
-    return len(fast)
-
-
-@pytest.mark.parametrize("family", ["qwen2", "llama", "qwen3"])
-def test_chat_prompts_go_through_each_family_as_in_transformers(family, tmp_path):
-    size = byte_tokenizer(tmp_path)
-    small_model(family, vocab_size=size, max_position_embeddings=512, eos_token_id=None).save_pretrained(tmp_path)
-    policy = evaluate.open_policy(str(tmp_path), "", "", "cpu", "float32", evaluate.Prompt(system="Be brief: \u00e9\u4e2d."))
-    problems = [data.Question("What is 2+3?", Fraction(5)), data.Question("A <|im_end|> \U0001f600 trick?\n", Fraction(1))]
-    theirs, tokenizer = transformers.AutoModelForCausalLM.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
-    ours = policy.encode(problems)
-    for problem, ids in zip(problems, ours):
-        chat = [{"role": "system", "content": "Be brief: \u00e9\u4e2d."},
-                {"role": "user", "content": f"{problem.question}\n{problem.instruction}"}]
-        assert ids == tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
-        assert tokenizer.decode(ids) == tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-        torch.testing.assert_close(policy.model(torch.tensor([ids])), theirs(torch.tensor([ids])).logits, atol=1e-4, rtol=1e-4)
-    greedy = evaluate.sample.generate(policy.model, ours, 1, 12, 0.0, policy.eos_ids, torch.Generator())
-    for row, ids in enumerate(ours):
-        expected = theirs.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False, pad_token_id=0)[0, len(ids):]
-        assert greedy.ids[row, :greedy.lengths[row]].tolist() == expected.tolist()
-
-
-def test_chat_without_a_template_is_refused(cache):
-    with pytest.raises(ValueError, match="no chat template"):
-        evaluate.open_policy("tiny", "countdown", str(cache), "cpu", "float32", evaluate.Prompt("chat"))
-
-
-def test_samples_for_people():
-    def response(text, correct, cluster):
-        return {"text": text, "correct": correct, "cluster": cluster, "strategy": "++" if correct else None, "place": [0, 0]}
-    text = evaluate.show([{"question": "one", "responses": [response("a", 1.0, 0)] * 3},
-                          {"question": "two", "responses": [response("b", 0.0, 0), response("c", 1.0, 0), response("d", 0.0, 4)]}])
-    assert text.index("## two") < text.index("## one") and "Right, cluster 0, strategy ++:" in text and "Wrong, cluster 4:" in text
-    assert "```\nc\n```" in text and "```\nb\n```" not in text         # the right one stands for its cluster
+def test_an_exported_model_is_a_model_like_any_other(trained, tmp_path):
+    """The same responses as its run, from the merged weights."""
+    own = json.loads((trained / "evaluation.json").read_text())
+    evaluate.main([str(trained), "--export", str(tmp_path / "merged")])
+    found = evaluated(tmp_path / "merged", "--eval-split", "validation", "--eval-problems", "6",
+                      "--eval-samples", "5", output=tmp_path / "out.json")
+    assert found["pass_curve"] == own["pass_curve"]
+    assert found["strategies"] == own["strategies"]

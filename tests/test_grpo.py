@@ -13,7 +13,6 @@ from grpo import group_advantages, k3, policy_loss
 from model import Transformer
 from sample import Rollout, generate
 from support.config import Config
-from support.report import unexplained_share
 from tests.conftest import adapted, small_model
 
 PROMPTS = [[3, 4, 5, 6], [7, 8], [9, 10, 11, 12, 13], [14]]
@@ -86,16 +85,6 @@ def test_advantages_stay_inside_their_group(normalise):
 @pytest.mark.parametrize("value", [0.0, 1.0, 1.3, 0.1, 1e-8])
 def test_equal_rewards_give_no_phantom_advantage(value, normalise):
     assert (group_advantages(torch.full((3, 7), value), normalise) == 0).all()
-
-
-def test_the_unexplained_share_by_hand():
-    correct = torch.tensor([[0.5, -0.5], [0.5, -0.5]])
-    assert unexplained_share(3 * correct, correct) == pytest.approx(0.0, abs=1e-6)
-    assert unexplained_share(torch.tensor([[1.0, 1.0], [-1.0, -1.0]]), correct) == 1.0
-    mixed = torch.tensor([[2.0, 0.0], [0.0, -2.0]])  # the sum of both, of equal size
-    assert unexplained_share(mixed, correct) == pytest.approx(0.5)
-    assert unexplained_share(torch.zeros(2, 2), correct) == 0.0
-    assert unexplained_share(mixed, torch.zeros(2, 2)) == 1.0
 
 
 @pytest.mark.parametrize("advantage, clipped_ratios", [(2.0, [1.21, 1.5]), (-2.0, [0.79, 0.5])])

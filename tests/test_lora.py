@@ -26,9 +26,9 @@ def test_an_adapted_layer_by_hand():
     base = nn.Linear(2, 1)
     base.weight.data = torch.tensor([[1.0, 2.0]])
     base.bias.data = torch.tensor([3.0])
-    layer = lora.LoRALinear(base, rank=1, alpha=0.5, generator=torch.Generator())
-    layer.lora_A.data = torch.tensor([[1.0, -2.0]])
-    layer.lora_B.data = torch.tensor([[4.0]])
+    layer = lora.LoRALinear(base, rank=2, alpha=1.0, generator=torch.Generator())
+    layer.lora_A.data = torch.tensor([[1.0, -2.0], [3.0, 3.0]])
+    layer.lora_B.data = torch.tensor([[4.0, 0.0]])
     x = torch.tensor([[5.0, 7.0]])
     assert layer(x).item() == 5 + 2 * 7 + 3 + 0.5 * 4 * (5 - 2 * 7)
     assert lora.merge(layer).tolist() == [[1 + 0.5 * 4 * 1, 2 - 0.5 * 4 * 2]]

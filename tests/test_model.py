@@ -141,13 +141,33 @@ def test_a_shared_prefix_equals_a_repeated_prefix_in_values_and_gradients(family
                                    atol=tolerance, rtol=1e-4, msg=name)
 
 
-def test_attend_is_the_first_half_of_a_layer():
+@pytest.mark.parametrize("recompute", [True, False])
+def test_recomputing_runs_every_layer_again_for_the_gradient_and_stores_no_prompt_twice(recompute):
+    model = adapted()
+    model.recompute = recompute
+    calls = []
+    for layer in model.layers:
+        layer.register_forward_pre_hook(lambda *_: calls.append(1))
+    prefix = SharedPrefix(1)
+    ids = torch.tensor([[1, 2, 3]])
+    with torch.no_grad():
+        model.hidden(ids)
+    assert len(calls) == 3
+    hidden = model.hidden(ids, prefix=prefix)
+    hidden = hidden + model.hidden(ids, prefix=prefix)
+    assert len(calls) == 9
+    hidden.sum().backward()
+    assert len(calls) == (15 if recompute else 9)
+    assert len(prefix.prompts) == 3
+
+
+def test_a_layer_adds_attention_and_then_the_mlp_to_its_input():
     model = small_model("qwen3")
     x, context = model.embed(torch.tensor([[0, 4, 9], [5, 6, 7]]), torch.tensor([1, 0]))
     layer = model.layers[0]
-    attended = layer.attend(x, *context)
-    whole = attended + layer.mlp(layer.post_attention_layernorm(attended))
-    assert torch.equal(layer(x, *context), whole)
+    attended = x + layer.self_attn(layer.input_layernorm(x), *context)
+    expected = attended + layer.mlp(layer.post_attention_layernorm(attended))
+    assert torch.equal(layer(x, *context), expected)
     assert not torch.equal(attended, x)
 
 

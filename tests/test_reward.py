@@ -217,6 +217,18 @@ def test_of_two_correct_responses_the_one_with_the_unexpected_strategy_earns_mor
     assert wrong == 0
 
 
+def test_the_share_of_the_advantages_that_the_bonus_decides():
+    extrinsic = torch.tensor([[1.0, 1.0, -1.0, -1.0]])
+    bonus = torch.tensor([[1.0, -1.0, 1.0, -1.0]])  # uncorrelated with correctness
+    assert reward.bonus_share(3 * extrinsic, extrinsic) == pytest.approx(0, abs=1e-6)
+    assert reward.bonus_share(bonus, extrinsic) == pytest.approx(1)
+    assert reward.bonus_share(extrinsic + bonus, extrinsic) == pytest.approx(1 / 2)
+    assert reward.bonus_share(extrinsic + 2 * bonus, extrinsic) == pytest.approx(4 / 5)
+    assert reward.bonus_share(7 + 3 * extrinsic, extrinsic + 5) == pytest.approx(0, abs=1e-6)
+    assert reward.bonus_share(torch.zeros(1, 4), extrinsic) == 0
+    assert reward.bonus_share(bonus, torch.zeros(1, 4)) == 1
+
+
 def test_a_method_is_found_by_name_or_by_module():
     assert reward.find_method("sus") is reward.sus
     assert reward.find_method("ss") is reward.ss_only

@@ -18,14 +18,14 @@ import data
 import lora
 import sample
 from sample import Rollout, generate, pad_left
-from support import decoder, hub
+from support import fast, hub
 from support.config import Config
 from support.fast import accelerate
 from tests.conftest import adapted, small_model
 from tests.test_grpo import score_naive
 
 PROMPTS = [[3, 4, 5, 6], [7, 8], [9, 10, 11]]
-SAMPLERS = {"textbook": sample.Decoder.sample_token, "fast": decoder.Decoder.sample_token}
+SAMPLERS = {"textbook": sample.Decoder.sample_token, "fast": fast.Decoder.sample_token}
 both_samplers = pytest.mark.parametrize("sample_token", SAMPLERS.values(), ids=SAMPLERS.keys())
 both_kinds = pytest.mark.parametrize("kind", ["textbook", "fast"])
 
@@ -168,6 +168,12 @@ def test_a_last_token_that_ends_is_finished_and_one_that_does_not_is_cut_off(kin
     assert (every.lengths == 1).all()
 
 
+@both_kinds
+def test_columns_that_no_response_reaches_are_left_out(kind):
+    rollout = generate(make_model(kind), PROMPTS, 2, 12, 1.0, tuple(range(37)), seeded())
+    assert rollout.ids.shape == rollout.logprobs.shape == rollout.mask().shape == (6, 1)
+
+
 @both_samplers
 def test_tokens_follow_the_distribution(sample_token):
     logits, n = torch.tensor([2.0, -1.0, 0.5, -torch.inf, 0.0]), 50_000
@@ -189,6 +195,18 @@ def test_the_edges_of_the_unit_interval_give_possible_tokens(sample_token):
     tokens, logprobs = sample_token(logits, 1.0, edges)
     assert tokens.tolist() == [4, 500]
     torch.testing.assert_close(logprobs, torch.tensor([0.0, 1.0]).log_softmax(0))
+
+
+@both_samplers
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_rounding_never_gives_a_token_of_probability_zero(sample_token, dtype):
+    """MPS has no float64, and in float32 the largest random number is rounded to one."""
+    logits = torch.randn(2000, 300, generator=seeded())
+    logits[:, 250:] = -torch.inf
+    largest = torch.full((2000,), 1 - 2 ** -53, dtype=torch.float64).to(dtype)
+    tokens, logprobs = sample_token(logits, 1.0, largest)
+    assert (tokens < 250).all()
+    assert logprobs.isfinite().all()
 
 
 @both_samplers
@@ -358,11 +376,11 @@ def save_byte_tokenizer(folder) -> int:
     tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    fast = transformers.PreTrainedTokenizerFast(
+    wrapped = transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="<|im_end|>", chat_template=CHATML,
         additional_special_tokens=["<|im_start|>"])
-    fast.save_pretrained(folder)
-    return len(fast)
+    wrapped.save_pretrained(folder)
+    return len(wrapped)
 
 
 @both_kinds

@@ -22,8 +22,9 @@ import grpo
 import lora
 import model
 import reward
+import sample
 import train
-from support import checkpoint, meta
+from support import checkpoint, clustering, meta
 from support.config import Config
 from tests.conftest import make_sentence_encoder
 
@@ -34,6 +35,8 @@ SMALL = dict(problems=4, samples=4, eval_problems=6, eval_samples=5, strategy_wa
              device="cpu")  # the same as a Config
 WHOLE = ["--steps", "5", "--checkpoint-every", "2", "--eval-every", "2", "--learn-lambdas"]
 TIMES = ("tokens_per_second", "seconds_")
+REAL_WORLD = ((data, "COUNTDOWN_TRAINING", data.COUNTDOWN_TRAINING),
+              (clustering, "EPOCHS", clustering.EPOCHS))
 # Two groups that are partly right, one that is all right and one that is all wrong.
 CORRECT = torch.tensor([[1.0, 0.0, 0.0, 1.0], [1.0, 1.0, 1.0, 1.0],
                         [0.0, 0.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0]])
@@ -97,8 +100,17 @@ def send_signal_in_step(monkeypatch, number: int, which=signal.SIGINT) -> None:
     monkeypatch.setattr(train, "train_step", interrupted)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def quick_world():
+    """Fewer problems to prepare and a shorter fit of the clusters: a run takes half the time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(data, "COUNTDOWN_TRAINING", 60)
+        patch.setattr(clustering, "EPOCHS", 4)
+        yield
+
+
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory, cache) -> Path:
+def whole(tmp_path_factory, cache, quick_world) -> Path:
     """Five steps without interruption. No test may change this folder."""
     return run(tmp_path_factory.mktemp("runs") / "whole", cache, *WHOLE)
 
@@ -240,6 +252,7 @@ def test_a_step_pays_what_the_paper_says(settings, step, alpha, make_run, monkey
     assert_numbers(watched.rewards, rewards)
     assert_numbers(watched.advantages, advantages_by_hand(rewards, config.normalise))
     assert torch.equal(signals.correct, CORRECT)
+    assert torch.equal(run.strategist.outcomes.correct[:4], CORRECT)  # what P learns from
     assert watched.metrics["alpha"] == pytest.approx(alpha)
     # With the gate `mixed`, groups without extrinsic signal keep advantages of exactly zero.
     if config.gate == "mixed":
@@ -257,6 +270,7 @@ def test_the_signals_of_a_step_are_those_of_the_networks(make_run, monkeypatch):
         run = make_run(reading=reading)
         networks, found = run.strategist, {}
 
+        @torch.no_grad()
         def look(signals, config, networks=networks, found=found):
             features = signals.features
             found["success"] = networks.P(networks.query_norm(features.query)).sigmoid()
@@ -270,8 +284,7 @@ def test_the_signals_of_a_step_are_those_of_the_networks(make_run, monkeypatch):
             for parameter in networks.E.parameters():
                 parameter.mul_(1.1)
         run.method = look
-        with torch.no_grad():
-            signals = Watched(run, 0, monkeypatch).signals
+        signals = Watched(run, 0, monkeypatch).signals
         for name in ("z_pre", "z_post"):
             expected = torch.nn.functional.normalize(found.pop(name), dim=-1)
             torch.testing.assert_close(getattr(signals, name), expected)
@@ -518,10 +531,14 @@ def test_peft_loads_the_adapter(whole, cache):
     ids = torch.arange(20).view(2, 10)
     without = base(ids).logits.detach()
     theirs = peft.PeftModel.from_pretrained(base, whole / "adapter")
-    ours = model.Transformer.from_pretrained(cache / "tiny-countdown")
-    lora.load(ours, whole / "adapter")
+    ours = lora.apply(model.Transformer.from_pretrained(cache / "tiny-countdown"), rank=8)
+    for name, parameter in lora.parameters(ours).items():
+        parameter.data.copy_(learned(whole)[f"adapter.{name}"])
     torch.testing.assert_close(ours(ids), theirs(ids).logits, atol=1e-4, rtol=1e-4)
     assert not torch.allclose(theirs(ids).logits, without, atol=1e-2)
+    loaded = lora.load(model.Transformer.from_pretrained(cache / "tiny-countdown"),
+                       whole / "adapter")
+    assert torch.equal(loaded(ids), ours(ids))
 
 
 def test_the_same_seed_gives_the_same_run_and_another_does_not(whole, cache, tmp_path):
@@ -619,8 +636,10 @@ def test_the_adapter_is_as_new_as_the_checkpoint(cache, tmp_path):
                for name, tensor in adapter(folder).items())
 
 
-def test_real_ctrl_c_in_a_real_process(cache, tmp_path):
+def test_real_ctrl_c_in_a_real_process(cache, tmp_path, monkeypatch):
     """The one fresh interpreter: everything else runs train.main in this process."""
+    for module, name, value in REAL_WORLD:
+        monkeypatch.setattr(module, name, value)
     folder = tmp_path / "stopped"
     flags = [*QUICK, "--alpha-decay", "0"]
     command = [sys.executable, "train.py", "--run", str(folder), "--cache", str(cache), *flags,
@@ -687,9 +706,11 @@ def test_the_warm_up_shows_the_base_policys_responses(make_run, monkeypatch):
         memories.append(int(run.strategist.recent.added))
         return learn(count, generator)
     monkeypatch.setattr(run.strategist, "learn", watch)
+    monkeypatch.setattr(reward, "correctness", lambda problems, responses: CORRECT.clone())
     train.warm_up(run)
     assert updates == [16, 1]
     assert memories == [4, 8]
+    assert torch.equal(run.strategist.outcomes.correct[:8], CORRECT.repeat(2, 1))
     problems, prompts = run.batch(0)
     warm, _ = run.roll_out(prompts, "warm-up rollout", 0)
     first, _ = run.roll_out(prompts, "rollout", 0)
@@ -747,9 +768,12 @@ def test_training_on_questions_of_ones_own(cache, tmp_path):
     assert set(records[0]["responses"][0]) == {"text", "correct", "cluster", "place"}
 
 
-def test_a_run_too_large_for_the_memory_says_so(cache, tmp_path, capsys):
+def test_a_run_too_large_for_the_memory_says_so(cache, tmp_path, capsys, monkeypatch):
+    def too_large(*arguments):
+        return torch.empty(2 ** 62, dtype=torch.float64)
+    monkeypatch.setattr(sample, "generate", too_large)
     with pytest.raises(SystemExit) as caught:
-        run(tmp_path / "large", cache, "--steps", "1", "--eval-samples", str(10 ** 15))
+        run(tmp_path / "large", cache, "--steps", "1")
     assert caught.value.code == 2
     assert "not enough memory" in capsys.readouterr().err
     assert not (tmp_path / "large").exists()

@@ -103,6 +103,12 @@ def test_what_is_read_has_the_shape_of_the_responses(fitted):
     assert cluster.max() < CLUSTERS
 
 
+def test_responses_are_standardised_by_the_responses_that_it_was_fitted_to(fitted):
+    rows = make_features()[0].response.flatten(0, 1)
+    torch.testing.assert_close(fitted.norm.mean, rows.mean(0), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(fitted.norm.variance, rows.var(0, unbiased=False))
+
+
 def test_centres_are_the_means_of_their_members(fitted):
     """Twenty rounds are enough to settle, and every cluster that was found has members."""
     features, _ = make_features()

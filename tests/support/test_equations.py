@@ -49,7 +49,7 @@ def test_the_loss_adds_the_world_model_and_one_contrast():
     world = (predicted - state).square().mean().item()
     contrast = slow_info_nce(together, achieved, "group")
     assert parts["world_loss"] == pytest.approx(world, rel=1e-4)
-    assert (total - without).item() == pytest.approx(world + contrast, rel=1e-3)
+    assert (total - without).item() == pytest.approx(world + contrast, rel=1e-5)
 
 
 def test_everything_learns_but_the_momentum_head():
@@ -176,12 +176,12 @@ def test_m_learns_to_predict_the_next_state(learned):
     assert error < 0.4 * error_at_first
 
 
-def test_m_becomes_better_with_every_update():
+def test_m_becomes_better_with_updates():
     strategist, features = make_equations(), random_features(B=64)
     features.both = (features.query[:, None] + features.response) / 2
     strategist.remember(features, torch.zeros(64, 4))
     first = strategist.learn(1, seeded("learn"))["world_loss"]
-    last = strategist.learn(200, seeded("learn"))["world_loss"]
+    last = strategist.learn(100, seeded("learn"))["world_loss"]
     assert last < 0.3 * first
 
 

@@ -1,0 +1,112 @@
+"""Two processes on this machine: equal to one where they must be, equal to each other always."""
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from support import parallel
+from tests.test_train import metrics, quick_world, resume  # noqa: F401 (a fixture)
+
+ROOT = Path(__file__).parent.parent.parent
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+@pytest.fixture(scope="module")
+def two(cache, tmp_path_factory) -> tuple[Path, str]:
+    """The one real torchrun: its folder of runs, and all that both processes said."""
+    folder = tmp_path_factory.mktemp("two")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    script = ROOT / "tests" / "support" / "two_processes.py"
+    done = subprocess.run([*TORCHRUN, "--", script, folder, cache], cwd=ROOT, env=environment,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout
+    return folder, done.stdout
+
+
+def test_two_processes_agree_with_one_and_with_each_other(two):
+    _, output = two
+    assert "rank 0 agrees" in output
+    assert "rank 1 agrees" in output
+
+
+def test_an_interrupted_run_says_how_two_processes_go_on(two):
+    folder, output = two
+    command = f"torchrun --nproc-per-node 2 -- train.py --run {folder / 'part'} --resume"
+    assert f"stopped. To continue: {command}" in output
+    assert output.count("stopped. ") == 1  # rank 0 speaks for all
+    assert [line["step"] for line in metrics(folder / "part")] == [1, 2, 3, 4]
+    assert metrics(folder / "part") == metrics(folder / "whole")
+
+
+def test_only_one_process_writes(two):
+    folder, _ = two
+    steps = [json.loads(line)["step"]
+             for line in (folder / "whole" / "evaluations.jsonl").read_text().splitlines()]
+    assert steps == [0, 4]
+    assert sorted(file.name for file in folder.iterdir()) == ["lost", "oracle", "part", "rnd",
+                                                              "whole"]
+
+
+def test_a_lost_process_is_noticed_and_one_process_goes_on(two):
+    folder, output = two
+    assert "rank 0 has noticed" in output
+    command = f"torchrun --nproc-per-node 2 -- train.py --run {folder / 'lost'} --resume"
+    assert f"error: a process of this run is gone. To continue: {command}" in output
+    assert [line["step"] for line in metrics(folder / "lost")] == [1, 2]
+    resume(folder / "lost", "--steps", "3")
+    assert [line["step"] for line in metrics(folder / "lost")] == [1, 2, 3]
+
+
+# Without other processes.
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 5, 12])
+@pytest.mark.parametrize("world", [1, 2, 3, 7])
+def test_shares_are_the_whole_list_in_order_and_differ_by_one_at_most(count, world, monkeypatch):
+    monkeypatch.setattr(parallel, "world", lambda: world)
+    shares = []
+    for rank in range(world):
+        monkeypatch.setattr(parallel, "rank", lambda rank=rank: rank)
+        shares.append(list(parallel.share(range(count))))
+    assert sum(shares, []) == list(range(count))
+    sizes = [len(each) for each in shares]
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_one_process_keeps_what_it_has():
+    rows = torch.randn(3, 2)
+    parameter = torch.nn.Parameter(torch.ones(2))
+    parallel.sum_gradients([parameter])
+    assert parameter.grad is None
+    parameter.grad = torch.ones(2)
+    parallel.sum_gradients([parameter])
+    assert parameter.grad.tolist() == [1, 1]
+    assert parallel.gather(rows) is rows
+    assert parallel.gather_values({"a": 1}) == [{"a": 1}]
+    assert parallel.gather_lists([1, 2]) == [1, 2]
+    assert parallel.share([1, 2]) == [1, 2]
+    assert (parallel.rank(), parallel.world(), parallel.active) == (0, 1, False)
+    with parallel.leader_first():
+        pass
+
+
+def test_nothing_is_joined_without_torchrun(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    parallel.start("cpu")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    parallel.start("cpu")
+    assert parallel.world() == 1
+    assert not parallel.active
+
+
+def test_only_words_about_the_network_say_that_a_process_is_lost(monkeypatch):
+    closed = RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed")
+    assert not parallel.is_lost(closed)  # there was nobody to lose
+    monkeypatch.setattr(parallel, "world", lambda: 2)
+    assert parallel.is_lost(closed)
+    assert parallel.is_lost(torch.distributed.DistError("timeout"))
+    assert not parallel.is_lost(RuntimeError("shape mismatch"))

@@ -1,0 +1,85 @@
+"""The scripts beside the product."""
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import data
+import evaluate
+
+TOOLS = Path(__file__).parents[2] / "tools"
+
+
+def call(name, *arguments):
+    return subprocess.run([sys.executable, TOOLS / name, *map(str, arguments)],
+                          capture_output=True, text=True)
+
+
+def test_word_problems_are_different_small_and_solvable(tmp_path):
+    done = call("word_problems.py", tmp_path / "p.jsonl", 400)
+    assert done.returncode == 0 and "400 problems" in done.stdout
+    call("word_problems.py", tmp_path / "again.jsonl", 400)
+    assert (tmp_path / "p.jsonl").read_bytes() == (tmp_path / "again.jsonl").read_bytes()
+    lines = [json.loads(line) for line in (tmp_path / "p.jsonl").read_text().splitlines()]
+    assert len({line["question"] for line in lines}) == 400
+    for line in lines:
+        a, b = map(int, re.findall(r"\d+", line["question"]))
+        assert max(a, b) < 20
+        assert int(line["answer"]) in (a + b, abs(a - b), a * b)
+    problems = data.load(str(tmp_path / "p.jsonl"), "train", 0)
+    assert len(problems) > 200
+    assert problems[0].judge(f"It is {problems[0].answer}.") == 1.0
+
+
+def test_a_story_asks_for_its_answer(tmp_path):
+    call("word_problems.py", tmp_path / "p.jsonl", 400)
+    words = {"together": int.__add__, "gave": int.__sub__, "boxes": int.__mul__}
+    seen = set()
+    for line in map(json.loads, (tmp_path / "p.jsonl").read_text().splitlines()):
+        a, b = map(int, re.findall(r"\d+", line["question"]))
+        for word in words.keys() & set(re.findall(r"\w+", line["question"])):
+            assert int(line["answer"]) == words[word](a, b), line
+            seen.add(word)
+    assert seen == words.keys()
+
+
+@pytest.mark.parametrize("arguments, reason", [
+    ((), "python tools/word_problems.py"), (("--help",), "python tools/word_problems.py"),
+    (("taken.jsonl",), "exists"), (("nowhere/p.jsonl",), "No such file"),
+    (("p.jsonl", "0"), "1 to 100000"), (("p.jsonl", "many"), "many"),
+    (("p.jsonl", "5", "6"), "python tools/word_problems.py")])
+def test_word_problems_say_what_is_wrong(arguments, reason, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("taken.jsonl").write_text("mine")
+    done = call("word_problems.py", *arguments)
+    assert done.returncode == 1 and reason in done.stderr and "Traceback" not in done.stderr
+    assert [file.name for file in tmp_path.iterdir()] == ["taken.jsonl"]
+    assert Path("taken.jsonl").read_text() == "mine"
+
+
+@pytest.mark.parametrize("arguments, reason", [
+    ((), "FILE.gguf"), (("--help",), "FILE.gguf"),
+    (("nowhere.gguf", "out"), "nowhere.gguf is not a file")])
+def test_convert_gguf_says_what_is_wrong(arguments, reason):
+    done = call("convert_gguf.py", *arguments)
+    assert done.returncode == 1 and reason in done.stderr and "Traceback" not in done.stderr
+
+
+def test_convert_gguf_spares_a_folder_with_files(tmp_path):
+    pytest.importorskip("gguf")
+    pytest.importorskip("accelerate")
+    (tmp_path / "model.gguf").write_bytes(b"not GGUF at all")
+    done = call("convert_gguf.py", tmp_path / "model.gguf", tmp_path)
+    assert done.returncode == 1 and "not an empty folder" in done.stderr
+    done = call("convert_gguf.py", tmp_path / "model.gguf", tmp_path / "new")
+    assert done.returncode == 1 and "cannot be read" in done.stderr
+    assert "Traceback" not in done.stderr and not (tmp_path / "new").exists()
+
+
+def test_a_gguf_file_is_told_where_to_go(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        evaluate.main([str(tmp_path / "model.gguf")])
+    assert "tools/convert_gguf.py" in capsys.readouterr().err
