@@ -142,9 +142,9 @@ def load(model: Transformer, folder: str | Path) -> Transformer:
         if not targets:
             raise ValueError(f"{file} has no adapter of {', '.join(TARGETS)}")
         apply(model, rank, alpha, tuple(targets))
+    check_tensors(tensors, parameters(model), str(file))
     for layer in layers(model).values():
         layer.scale = alpha / rank
-    check_tensors(tensors, parameters(model), str(file))
     with torch.no_grad():
         for name, parameter in parameters(model).items():
             parameter.copy_(tensors[name])

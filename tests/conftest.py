@@ -1,4 +1,5 @@
 """Fixtures: the real tiny base model, and small random models of every family."""
+import fcntl
 import hashlib
 import math
 import os
@@ -7,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach for the network
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # two workers with one thread each
 # Some virtual machines announce AMX but do not let it be used: a bf16 product would crash.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
@@ -19,7 +21,7 @@ import lora
 import model
 import sample
 from model import Transformer
-from support import hub, tiny
+from support import fast, hub, tiny
 from support.config import Config
 
 # Odd sizes on purpose: nothing may rely on powers of two, or on head_dim * heads == hidden_size.
@@ -67,11 +69,15 @@ def cache() -> Path:
 
     It is kept between sessions, under a name made from the sources that build it.
     """
-    sources = b"".join(Path(module.__file__).read_bytes() for module in (data, model, tiny))
+    modules = (data, model, tiny, fast)
+    sources = b"".join(Path(module.__file__).read_bytes() for module in modules)
     digest = hashlib.sha256(sources + torch.__version__.encode()).hexdigest()[:16]
     default = Path(tempfile.gettempdir()) / f"sus-tests-{digest}"
     folder = Path(os.environ.get("SUS_TEST_CACHE", default))
-    tiny.find_tiny("countdown", folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as handle:  # one worker builds, the others wait
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        tiny.find_tiny("countdown", folder)
     return folder
 
 
@@ -89,9 +95,9 @@ def make_sentence_encoder(folder, pad="[PAD]"):
     tokenizer = Tokenizer(models.WordLevel(ids, unk_token="[UNK]"))
     splits = [pre_tokenizers.Punctuation(), pre_tokenizers.Whitespace()]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits)
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=pad,
-                                                unk_token="[UNK]")
-    fast.save_pretrained(folder)
+    wrapped = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=pad,
+                                                   unk_token="[UNK]")
+    wrapped.save_pretrained(folder)
     torch.manual_seed(0)
     config = transformers.BertConfig(vocab_size=len(words), hidden_size=20, num_hidden_layers=2,
                                      num_attention_heads=2, intermediate_size=30,

@@ -63,7 +63,7 @@ def test_answers(text):
 
 @pytest.mark.parametrize("piece", ["9", "1/", "8*3=24;", "-", "\nQuestion:", "\0", "#### "])
 def test_a_long_response_takes_no_longer_than_it_is_long(piece):
-    """Ten times the text may take thirty times as long on a noisy machine, but not a hundred."""
+    """Ten times the text may take thirty times as long; quadratic would be a hundred, always."""
     text = piece * (300_000 // len(piece))
     judges = data.Countdown((3, 8, 5), 19), data.Question("q", Fraction(1))
 
@@ -72,8 +72,11 @@ def test_a_long_response_takes_no_longer_than_it_is_long(piece):
         for problem in judges:
             problem.judge(part)
         return time.process_time() - begin
-    short = max(min(seconds(text[:len(text) // 10]) for _ in range(3)), 1e-3)
-    assert min(seconds(text) for _ in range(2)) < 30 * short
+    ratios = []
+    while not ratios or (min(ratios) > 30 and len(ratios) < 10):  # a busy machine may need some
+        short = max(seconds(text[:len(text) // 10]), 1e-3)
+        ratios.append(seconds(text) / short)
+    assert min(ratios) < 30
 
 
 @many(500)

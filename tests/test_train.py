@@ -552,7 +552,7 @@ def test_the_same_seed_gives_the_same_run_and_another_does_not(whole, cache, tmp
     assert read_lines(whole / "evaluations.jsonl")[0] == read_lines(other / "evaluations.jsonl")[0]
 
 
-RESUMED = [["--learn-lambdas"], ["--reading", "equations"], ["--encoder", "ENCODER"],
+RESUMED = [["--learn-lambdas", "--eval-every", "2"], ["--reading", "equations"], ["--encoder", "ENCODER"],
            ["--epochs", "2", "--normalise", "std"], ["--method", "grpo"],
            ["--method", "experiments.rewards:rnd"], ["--method", "experiments.rewards:count"],
            ["--method", "experiments.rewards:oracle"]]
@@ -565,7 +565,7 @@ def test_an_interrupted_run_ends_on_the_bits_of_an_undisturbed_one(flags, cache,
     if "ENCODER" in flags:
         make_sentence_encoder(tmp_path / "encoder")
         flags = ["--encoder", str(tmp_path / "encoder")]
-    flags = [*flags, "--gate", "none", "--steps", "4", "--eval-every", "2"]
+    flags = [*flags, "--gate", "none", "--steps", "4"]
     undisturbed = run(tmp_path / "undisturbed", cache, *flags)
     with monkeypatch.context() as patch:
         send_signal_in_step(patch, 3)
