@@ -6,14 +6,14 @@ A problem is any object with
 and, where it has them,
     question, instruction: str            what a chat model is asked, and how it should answer
     valid(response) -> bool               is it a legal attempt, right or wrong?
-    strategy_of(response) -> str | None   the true strategy, for measurement only: no reward sees it
+    strategy_of(response) -> str | None   the true strategy, for measurement (and the oracle) only
 
 Countdown is built in: combine every given number once, with + - *, to reach a target.
     use 3,8,5 to make 19:   ->   8*3=24;24-5=19
-A third of its problems can be solved in several ways and the checker knows them, so one can watch
-a policy lose its strategies. Word problems come from GSM8K or from JSONL files and are judged by
-the number that the response ends on (support/answers.py). A task of your own is one function from a
-split to its problems: `--data my_file:my_function`.
+A third of its problems can be solved in several ways, and each legal response shows its strategy,
+so one can watch a policy lose strategies. Word problems come from GSM8K or from JSONL files and are
+judged by the number that the response ends on (support/answers.py). A task of your own is one
+function from a split to its problems: `--data my_file:my_function`.
 """
 import hashlib
 import importlib

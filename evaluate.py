@@ -175,7 +175,8 @@ def evaluate_path(request: Request, given: set[str]) -> None:
     base = run_config or replace(request, model=request.path)
     config = replace(base, **{name: getattr(request, name) for name in given - OWN_FLAGS})
     problems = data.load(config.data, config.eval_split, config.eval_problems)
-    policy = sample.open_policy(tiny.find_base(replace(config, data=base.data)), config)
+    folder = tiny.find_base(replace(config, data=base.data))  # tiny is built for the run's task
+    policy = sample.open_policy(folder, config)
     clustering = None
     if run_config:
         step = checkpoint.find_step(path, policy.model)

@@ -1,6 +1,6 @@
 """Group Relative Policy Optimization (Shao et al. 2024): advantages in groups, a clipped loss.
 
-    A_i      = (r_i - mean(r)) / std(r)        over the G responses to one problem
+    A_i      = r_i - mean(r)                   over the G responses to one problem
     ratio_t  = pi(o_t) / pi_old(o_t)
     loss     = mean_t [ kl * k3_t - min(ratio_t A, clip(ratio_t, 1 - 0.2, 1 + 0.2) A) ]
     k3_t     = exp(ref_t - logp_t) - (ref_t - logp_t) - 1

@@ -105,8 +105,8 @@ def paid_parts(signals: Signals, config: Config) -> tuple[Tensor, Tensor]:
 
 def sus(signals: Signals, config: Config) -> Tensor:
     """Eq. 4: r_int = lambda_SS SS + lambda_SuS SuS."""
-    ss, sus = paid_parts(signals, config)
-    return config.lambda_ss * ss + config.lambda_sus * sus
+    ss, surprise = paid_parts(signals, config)
+    return config.lambda_ss * ss + config.lambda_sus * surprise
 
 
 def ss_only(signals: Signals, config: Config) -> Tensor:
@@ -174,6 +174,9 @@ def alpha_at(step: int, config: Config) -> float:
 
 def augment(correct: Tensor, intrinsic: Tensor, config: Config, step: int) -> Tensor:
     """Eq. 1: r = r_ext + alpha r_int, where the gate is open."""
+    if intrinsic.shape != correct.shape or not intrinsic.isfinite().all():
+        raise ValueError(f"--method {config.method} gave {tuple(intrinsic.shape)} numbers, "
+                         f"expected {tuple(correct.shape)}, all finite")
     bonus = torch.where(gate(correct, config.gate) > 0, intrinsic, 0.0)
     return correct + alpha_at(step, config) * bonus
 

@@ -48,7 +48,7 @@ class Features:
     query: Tensor  # (B, D)
     response: Tensor  # (B, G, D)
     views: Tensor  # (B, G, 2, D), means over two random halves of the response
-    both: Tensor | None = None  # (B, G, D), query and response together
+    both: Tensor | None = None  # (B, G, D), query and response as one; for --reading equations
 
     @staticmethod
     def join(parts: list["Features"]) -> "Features":

@@ -96,7 +96,7 @@ class Run:
 
     def generator(self, use: str, number: int, shared: bool = True) -> torch.Generator:
         """Random numbers for one use in one step or epoch, the same on all ranks if shared."""
-        key = (self.config.seed, use, number)
+        key = (self.config.seed, use, number)  # rank 0 draws what a single process would
         if parallel.active and not shared and not parallel.is_leader():
             key += (parallel.rank(),)
         return sample.seeded(*key)
@@ -243,7 +243,7 @@ def update_policy(run: Run, prompts: list, rollout: Rollout, advantages: Tensor,
 def train(run: Run) -> None:
     """Steps until the end, or until Ctrl-C, which lets the step finish and saves it."""
     config, leader = run.config, parallel.is_leader()
-    saved, skipped, stopped = run.step, 0, False
+    skipped, stopped = 0, False
     loggers = report.open_loggers(config) if leader else []
     bar = tqdm(total=config.steps, initial=run.step, desc=f"training {config.method}", unit="step",
                disable=not leader)
@@ -265,10 +265,8 @@ def train(run: Run) -> None:
                                          "new run with a lower --learning-rate, --alpha or --kl")
             if run.step % config.checkpoint_every == 0:
                 run.save()
-                saved = run.step
             stopped = any(parallel.gather_values(bool(asked)))  # all ranks stop after the same step
-        if run.step != saved:
-            run.save()
+        run.save()
     if stopped:
         raise KeyboardInterrupt
 

@@ -156,7 +156,7 @@ def main(argv: list[str] | None = None) -> None:
             tiny.find_tiny("countdown", Path(cache), seed=number)
         run_all(jobs, request.workers)
         runs = plot.find_runs([str(folder) for folder in jobs])
-        table = f"{request.steps} steps, {request.seeds} seeds, 95 % interval\n\n{make_table(runs)}"
+        table = f"{request.steps} steps: mean ± half of its 95 % interval\n\n{make_table(runs)}"
         files.write_text(output / "tables.md", table)
         print(table, output / "tables.md", *plot.draw(runs, output), sep="\n")
 

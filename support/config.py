@@ -64,7 +64,7 @@ class Config:
     alpha_decay: float = flag(1.0, "share of the run over which alpha falls to zero; 0: constant",
                               high=1)
     gate: str = flag("mixed", "who may earn a bonus: correct responses, correct ones in groups "
-                     "that are partly right, or all", choices=("correct", "mixed", "none"))
+                     "that are partly right, or (none) all", choices=("correct", "mixed", "none"))
     reading: str = flag("algorithm", "SS and SuS as in the paper's Algorithm 1, or in Eq. 2 and 3",
                         choices=("algorithm", "equations"))
     lambda_ss: float = flag(1.0, "weight of SS")

@@ -126,8 +126,9 @@ def write_card(folder: Path, base: str, config: Config, step: int, metrics: dict
     reward = "" if config.method == "grpo" else f" and the intrinsic reward `{config.method}`"
     text = ["---", *header, "---", "", f"# {base}, trained with {config.method} on {config.data}",
             "", f"{'Merged weights' if merged else 'A LoRA adapter'} after {step} steps of "
-            f"GRPO{reward}, seed {config.seed}, alpha {config.alpha}. On {metrics['problems']} "
-            f"{config.eval_split} problems with {metrics['samples']} responses each:", "",
+            f"GRPO{reward}, seed {config.seed}, alpha {config.alpha}, kl {config.kl}. On "
+            f"{metrics['problems']} {config.eval_split} problems, {metrics['samples']} responses "
+            f"each at temperature {config.temperature}:", "",
             f"```\n{table({'': metrics})}\n```", "", f"```python\n{load}\n```", ""]
     files.write_text(folder / "README.md", "\n".join(text))
 

@@ -552,10 +552,10 @@ def test_the_same_seed_gives_the_same_run_and_another_does_not(whole, cache, tmp
     assert read_lines(whole / "evaluations.jsonl")[0] == read_lines(other / "evaluations.jsonl")[0]
 
 
-RESUMED = [["--learn-lambdas", "--eval-every", "2"], ["--reading", "equations"], ["--encoder", "ENCODER"],
-           ["--epochs", "2", "--normalise", "std"], ["--method", "grpo"],
-           ["--method", "experiments.rewards:rnd"], ["--method", "experiments.rewards:count"],
-           ["--method", "experiments.rewards:oracle"]]
+RESUMED = [["--learn-lambdas", "--eval-every", "2"], ["--reading", "equations"],
+           ["--encoder", "ENCODER"], ["--epochs", "2", "--normalise", "std"],
+           ["--method", "grpo"], ["--method", "experiments.rewards:rnd"],
+           ["--method", "experiments.rewards:count"], ["--method", "experiments.rewards:oracle"]]
 
 
 @pytest.mark.parametrize("flags", RESUMED, ids=" ".join)

@@ -188,7 +188,7 @@ def test_a_small_reproduction_goes_on_after_a_failure(cache, tmp_path, monkeypat
     reproduce.main([*command, "--workers", "2"])
     assert first.stat().st_mtime_ns == before  # what was finished did not run again
     table = (tmp_path / "main" / "tables.md").read_text()
-    assert "| sus over grpo |" in table and table.startswith("4 steps, 2 seeds")
+    assert "| sus over grpo |" in table and table.startswith("4 steps: mean ± half of its 95 %")
     output = capsys.readouterr().out
     assert table in output and "story.png" in output
     assert (tmp_path / "main" / "story.png").exists()

@@ -93,7 +93,7 @@ def response(text, correct, cluster):
 def test_samples_for_people():
     text = report.samples_page([
         {"question": "one", "responses": [response("a", 1.0, 0)] * 3},
-        {"question": "two", "responses": [response("b", 0.0, 0), response("c", 1.0, 0),
+        {"question": "two", "responses": [response("c", 1.0, 0), response("b", 0.0, 0),
                                           response("d", 0.0, 4)]}])
     assert text.startswith("# Samples\n")
     assert text.index("## two") < text.index("## one")  # the most clusters first
