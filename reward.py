@@ -174,10 +174,10 @@ def alpha_at(step: int, config: Config) -> float:
 
 def augment(correct: Tensor, intrinsic: Tensor, config: Config, step: int) -> Tensor:
     """Eq. 1: r = r_ext + alpha r_int, where the gate is open."""
-    if intrinsic.shape != correct.shape or not intrinsic.isfinite().all():
+    bonus = torch.where(gate(correct, config.gate) > 0, intrinsic, 0.0)
+    if intrinsic.shape != correct.shape or not bonus.isfinite().all():
         raise ValueError(f"--method {config.method} gave {tuple(intrinsic.shape)} numbers, "
                          f"expected {tuple(correct.shape)}, all finite")
-    bonus = torch.where(gate(correct, config.gate) > 0, intrinsic, 0.0)
     return correct + alpha_at(step, config) * bonus
 
 

@@ -74,6 +74,7 @@ class Run:
             count = sum(adapter.numel() for adapter in self.adapters.values())
             self.lambdas = LearnedLambdas(config, count).to(self.model.device)
         self.clustering = Clustering.load_if_there(self.folder, self.model)
+        self.loggers = report.open_loggers(config) if parallel.is_leader() else []
         if config.resume:
             self.step = checkpoint.load(self.folder, self.learned(), self.model)
             checkpoint.write_config(config)
@@ -244,7 +245,6 @@ def train(run: Run) -> None:
     """Steps until the end, or until Ctrl-C, which lets the step finish and saves it."""
     config, leader = run.config, parallel.is_leader()
     skipped, stopped = 0, False
-    loggers = report.open_loggers(config) if leader else []
     bar = tqdm(total=config.steps, initial=run.step, desc=f"training {config.method}", unit="step",
                disable=not leader)
     with bar, report.catch_signals() as asked:
@@ -255,7 +255,7 @@ def train(run: Run) -> None:
             run.step += 1
             if leader:
                 files.append_line(run.folder / "metrics.jsonl", report.only_finite(metrics))
-            for log in loggers:
+            for log in run.loggers:
                 log(metrics)
             bar.set_postfix_str(f"correct {metrics['correct']:.2f}", refresh=False)
             bar.update()

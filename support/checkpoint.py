@@ -27,6 +27,7 @@ except ImportError:  # Windows: runs are not locked
 # What a resumed run may change: nothing that alters a step already taken.
 CHANGEABLE = {"run", "resume", "steps", "checkpoint_every", "device", "eval_every", "cache",
               "micro_batch", "recompute", "dry_run", "wandb", "tensorboard"}
+NAMES = {"tiny", "countdown", "countdown4", "gsm8k"}  # of a model or a task, not of a folder
 OWN_FILES = {"config.json", "lock"}  # what a run folder holds before the first evaluation
 
 
@@ -47,7 +48,7 @@ def settle(config: Config, given: set[str]) -> Config:
     """The settings of a new run, or of a resumed one as it was started. Writes nothing."""
     for name in ("model", "data", "encoder"):  # so that a run can be resumed from anywhere
         value = getattr(config, name)
-        if value and value != "tiny" and Path(value).exists():
+        if value and value not in NAMES and Path(value).exists():
             config = replace(config, **{name: str(Path(value).absolute())})
     if not config.resume:
         return config

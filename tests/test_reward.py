@@ -254,3 +254,10 @@ def test_a_method_of_your_own_is_imported(tmp_path, monkeypatch):
 def test_a_method_that_cannot_be_found_is_one_clear_error(name, words):
     with pytest.raises(ValueError, match=words):
         reward.find_method(name)
+
+
+@pytest.mark.parametrize("bonus", [torch.ones(2), torch.full((2, 2), math.nan)])
+def test_a_reward_of_another_shape_or_without_numbers_is_refused_by_name(bonus):
+    correct = torch.tensor([[1.0, 0.0], [1.0, 0.0]])
+    with pytest.raises(ValueError, match="--method mine:f gave"):
+        reward.augment(correct, bonus, Config(method="mine:f"), 0)

@@ -265,6 +265,22 @@ def test_only_a_run_that_was_begun_is_resumed(tmp_path, monkeypatch):
     assert "--resume" in reproduce.start(folder, [])
 
 
+def test_a_failed_run_is_reported_with_its_last_line(tmp_path, monkeypatch):
+    class Process:
+        returncode = 2
+
+        def __init__(self, command, stdout, **options):
+            stdout.write("training sus: 3 of 400\nnote: all is well\nerror: the disk is full\n")
+
+        def poll(self):
+            return 2
+    monkeypatch.setattr(subprocess, "Popen", Process)
+    jobs = {tmp_path / "sus-10": ["--seed", "10"], tmp_path / "sus-11": ["--seed", "11"]}
+    with pytest.raises(ValueError, match="sus-10 failed: error: the disk is full .*sus-10.log"):
+        reproduce.run_all(jobs, workers=1)
+    assert [file.name for file in tmp_path.iterdir()] == ["sus-10.log"]  # kept; no further start
+
+
 def test_a_bad_folder_is_one_line(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     with pytest.raises(SystemExit) as stopped:

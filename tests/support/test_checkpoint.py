@@ -154,7 +154,6 @@ def test_the_config_names_the_folders_from_anywhere(tmp_path, monkeypatch):
     assert checkpoint.claim(config).cache == str(tmp_path / "cache")
 
 
-@pytest.mark.xfail(reason="a folder of that name hides the task")
 def test_a_task_is_known_by_its_name_even_beside_a_folder_of_that_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "gsm8k").mkdir()
