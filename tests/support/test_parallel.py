@@ -1,5 +1,4 @@
 """Two processes on this machine: equal to one where they must be, equal to each other always."""
-import json
 import os
 import subprocess
 import sys
@@ -9,50 +8,41 @@ import pytest
 import torch
 
 from support import parallel
-from tests.test_train import metrics, quick_world, resume  # noqa: F401 (a fixture)
+from tests.test_train import metrics, quick_world, read_lines, resume  # noqa: F401 (a fixture)
 
 ROOT = Path(__file__).parent.parent.parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
-@pytest.fixture(scope="module")
-def two(cache, tmp_path_factory) -> tuple[Path, str]:
-    """The one real torchrun: its folder of runs, and all that both processes said."""
-    folder = tmp_path_factory.mktemp("two")
+def test_two_processes_agree_with_one_and_with_each_other(cache, tmp_path):
+    """The one real torchrun. What the processes check themselves is in two_processes.py."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     script = ROOT / "tests" / "support" / "two_processes.py"
-    done = subprocess.run([*TORCHRUN, "--", script, folder, cache], cwd=ROOT, env=environment,
+    done = subprocess.run([*TORCHRUN, "--", script, tmp_path, cache], cwd=ROOT, env=environment,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=500)
     assert done.returncode == 0, done.stdout
-    return folder, done.stdout
+    assert "rank 0 agrees" in done.stdout
+    assert "rank 1 agrees" in done.stdout
+    assert_only_one_process_writes(tmp_path)
+    assert_an_interrupted_run_says_how_to_go_on(tmp_path, done.stdout)
+    assert_a_lost_process_is_noticed_and_one_goes_on(tmp_path, done.stdout)
 
 
-def test_two_processes_agree_with_one_and_with_each_other(two):
-    _, output = two
-    assert "rank 0 agrees" in output
-    assert "rank 1 agrees" in output
+def assert_only_one_process_writes(folder: Path) -> None:
+    names = sorted(file.name for file in folder.iterdir())
+    assert names == ["lost", "oracle", "part", "rnd", "whole"]
+    assert [line["step"] for line in read_lines(folder / "whole" / "evaluations.jsonl")] == [0, 4]
+    assert [line["step"] for line in metrics(folder / "whole")] == [1, 2, 3, 4]
 
 
-def test_an_interrupted_run_says_how_two_processes_go_on(two):
-    folder, output = two
+def assert_an_interrupted_run_says_how_to_go_on(folder: Path, output: str) -> None:
     command = f"torchrun --nproc-per-node 2 -- train.py --run {folder / 'part'} --resume"
     assert f"stopped. To continue: {command}" in output
     assert output.count("stopped. ") == 1  # rank 0 speaks for all
-    assert [line["step"] for line in metrics(folder / "part")] == [1, 2, 3, 4]
     assert metrics(folder / "part") == metrics(folder / "whole")
 
 
-def test_only_one_process_writes(two):
-    folder, _ = two
-    steps = [json.loads(line)["step"]
-             for line in (folder / "whole" / "evaluations.jsonl").read_text().splitlines()]
-    assert steps == [0, 4]
-    assert sorted(file.name for file in folder.iterdir()) == ["lost", "oracle", "part", "rnd",
-                                                              "whole"]
-
-
-def test_a_lost_process_is_noticed_and_one_process_goes_on(two):
-    folder, output = two
+def assert_a_lost_process_is_noticed_and_one_goes_on(folder: Path, output: str) -> None:
     assert "rank 0 has noticed" in output
     command = f"torchrun --nproc-per-node 2 -- train.py --run {folder / 'lost'} --resume"
     assert f"error: a process of this run is gone. To continue: {command}" in output
