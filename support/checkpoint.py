@@ -213,6 +213,8 @@ def save(folder: Path, step: int, learned: Learned, model: nn.Module) -> None:
     """Write a checkpoint; the last two are kept."""
     header = {"step": str(step), "base": fingerprint(model)}
     file = folder / "checkpoint" / f"step-{step:06d}.safetensors"
+    if file.exists():  # the run was restored from it, or has just written it
+        return
     files.write_tensors(file, learned.tensors(), header)
     for old in list(find_checkpoints(folder).values())[:-2]:
         old.unlink()

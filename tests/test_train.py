@@ -719,15 +719,16 @@ def test_the_warm_up_shows_the_base_policys_responses(make_run, monkeypatch):
 
 
 def test_training_pays_and_costs_strategies(cache, tmp_path):
-    """Twelve fast steps. The full story is what `python train.py` prints."""
-    folder = run(tmp_path / "run", cache, "--steps", "12", "--problems", "24", "--samples", "8",
-                 "--learning-rate", "8e-3", "--eval-problems", "64", "--eval-samples", "8",
+    """Thirty fast steps. The full story is what `python train.py` prints."""
+    folder = run(tmp_path / "run", cache, "--steps", "30", "--problems", "32", "--samples", "8",
+                 "--learning-rate", "4e-3", "--eval-problems", "100", "--eval-samples", "16",
                  "--method", "grpo", "--normalise", "std", "--kl", "0")
     before, after = read_lines(folder / "evaluations.jsonl")
-    assert after["pass@1"] > 1.3 * before["pass@1"]
-    assert after["strategy_entropy"] < before["strategy_entropy"] - 1
+    assert after["pass@1"] > 1.15 * before["pass@1"]
+    assert after["strategy_entropy"] < before["strategy_entropy"] - 0.3
     lines = metrics(folder)
-    assert lines[-1]["correct"] > 1.3 * lines[0]["correct"]
+    early, late = (sum(line["correct"] for line in part) for part in (lines[:5], lines[-5:]))
+    assert late > 1.3 * early
     assert lines[-1]["entropy"] < lines[0]["entropy"]
 
 
