@@ -65,7 +65,8 @@ class Run:
         if config.method != "grpo":
             self.encoder = BaseEncoder(self.model, config.micro_batch)
             if config.encoder:
-                self.encoder = SentenceEncoder(config.encoder, self.model.device)
+                self.encoder = SentenceEncoder(config.encoder, self.model.device,
+                                               together=config.reading == "equations")
             kind = Strategist if config.reading == "algorithm" else EquationsStrategist
             self.strategist = kind(self.encoder.size, config).to(self.model.device)
             if isinstance(self.method, type):  # a reward with a memory

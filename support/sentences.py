@@ -13,9 +13,10 @@ AT_ONCE = 64  # texts
 
 
 class SentenceEncoder:
-    def __init__(self, name: str, device: torch.device):
+    def __init__(self, name: str, device: torch.device, together: bool = True):
         from transformers import AutoModel, AutoTokenizer  # slow to import
         self.device = device
+        self.together = together  # also read query and response as one text: another pass
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
             self.model = AutoModel.from_pretrained(name, trust_remote_code=False,
@@ -54,6 +55,7 @@ class SentenceEncoder:
         states, ids, mask = self.read(responses)  # (N, T, D), (N, T), (N, T)
         halves = random_halves(ids, mask, generator)
         features = pool_features(query_states, query_mask, states, mask, halves)
-        together = [f"{queries[n // G]} {response}" for n, response in enumerate(responses)]
-        features.both = self.mean(together).view_as(features.response)
+        if self.together:
+            texts = [f"{queries[n // G]} {response}" for n, response in enumerate(responses)]
+            features.both = self.mean(texts).view_as(features.response)
         return features
