@@ -1,0 +1,10 @@
+"""Plumbing: nothing about the method.
+
+Importing this package sets how PyTorch's threads wait for each other. They read it when torch is
+loaded, so a program imports support first. By default they spin, and beside other programs two
+spinning threads make a step several times slower; a short spin costs an idle machine nothing
+(docs/speed.md has the numbers). A setting of your own wins.
+"""
+import os
+
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # of GNU's OpenMP; others ignore it
