@@ -1,4 +1,4 @@
-"""Fixtures: the real tiny base model, and small random models of every family."""
+"""Fixtures: tiny base models, barely trained and real, and small random models of every family."""
 import fcntl
 import hashlib
 import math
@@ -63,28 +63,50 @@ def adapted(family: str = "qwen2", rank: int = 4, size: float = 0.1, **options) 
     return small
 
 
-@pytest.fixture(scope="session")
-def cache() -> Path:
-    """A cache folder with the tiny Countdown model in it, exactly as `python train.py` builds it.
+def build_cache(steps: int) -> Path:
+    """A cache folder with a tiny Countdown model that was trained for so many steps.
 
-    It is kept between sessions, under a name made from the sources that build it.
+    It is kept between sessions, under a name made from the sources that build it, or in the folder
+    that SUS_TEST_CACHE names.
     """
     modules = (data, model, tiny, fast)
     sources = b"".join(Path(module.__file__).read_bytes() for module in modules)
     digest = hashlib.sha256(sources + torch.__version__.encode()).hexdigest()[:16]
     default = Path(tempfile.gettempdir()) / f"sus-tests-{digest}"
-    folder = Path(os.environ.get("SUS_TEST_CACHE", default))
+    folder = Path(os.environ.get("SUS_TEST_CACHE", default)) / str(steps)
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as handle:  # one worker builds, the others wait
         fcntl.flock(handle, fcntl.LOCK_EX)
-        tiny.find_tiny("countdown", folder)
+        if not (folder / "tiny-countdown" / "config.json").exists():
+            tiny.build(folder / "tiny-countdown", steps=steps)
     return folder
+
+
+@pytest.fixture(scope="session")
+def cache() -> Path:
+    """For all tests that do not ask how good the base model is."""
+    return build_cache(steps=100)
+
+
+@pytest.fixture(scope="session")
+def real_cache() -> Path:
+    """Exactly as `python train.py` builds it, which takes minutes: for tests marked slow."""
+    return build_cache(steps=tiny.STEPS)
+
+
+def open_tiny(cache: Path) -> sample.Policy:
+    config = Config(device="cpu", cache=str(cache))
+    return sample.open_policy(tiny.find_base(config), config)
 
 
 @pytest.fixture
 def policy(cache) -> sample.Policy:
-    config = Config(device="cpu", cache=str(cache))
-    return sample.open_policy(tiny.find_base(config), config)
+    return open_tiny(cache)
+
+
+@pytest.fixture
+def real_policy(real_cache) -> sample.Policy:
+    return open_tiny(real_cache)
 
 
 def make_sentence_encoder(folder, pad="[PAD]"):

@@ -599,10 +599,12 @@ def best_clusters(points, seed: int) -> list[int]:
     return nearest(points, k_means(points, centres, 30)).tolist()
 
 
-def test_clusters_of_embeddings_recover_the_true_strategies(policy):
+@pytest.mark.slow
+def test_clusters_of_embeddings_recover_the_true_strategies(real_policy):
     """Thirty rounds on the base policy's responses, then 12 clusters of z_post on responses that
     the networks never saw: normalised mutual information with the true operators, beside that of
     the raw features."""
+    policy = real_policy
     model = accelerate(lora.apply(policy.model))
     strategist, encoder = Strategist(model.config.hidden_size, Config()), BaseEncoder(model, 32)
     problems = data.load("countdown", "train", 33 * 32)

@@ -11,8 +11,8 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
+import traceback
 from itertools import count, cycle
 from pathlib import Path
 from pkgutil import resolve_name
@@ -41,7 +41,7 @@ MOMENTS = {  # a function, and at which of its calls the run is killed, at the l
 
 
 def train_until(moment: str, call: int, flags: list[str]) -> None:
-    """In a process of its own: train, and die at this call of the moment's function, if any."""
+    """Train, and die at this call of the moment's function, if any."""
     data.COUNTDOWN_TRAINING = 40  # more than one epoch
     meta.EVERY = 3  # at a checkpoint the lambdas have a gradient to remember
     if moment == ANY_TIME:
@@ -71,12 +71,27 @@ def run_child(folder: Path, cache: str, moment: str = "", call: int = 0) -> bool
     if not (folder / "config.json").exists():
         shutil.rmtree(folder, ignore_errors=True)  # it was killed before it had begun
         flags = [*FLAGS, "--cache", cache]
-    command = [sys.executable, "-m", "tests.torture", "--child", moment, str(call), "--run", folder]
-    done = subprocess.run([*command, *flags], capture_output=True, text=True,
-                          env={**os.environ, "OMP_NUM_THREADS": "1"})
-    if done.returncode not in (0, -signal.SIGKILL, -signal.SIGALRM):
-        sys.exit(f"torture: not killed, but failed: {done.stderr[-2000:]}")
-    return done.returncode != 0
+    child = os.fork()  # torch is imported, but has started no thread yet
+    if not child:
+        become_child(moment, call, ["--run", str(folder), *flags], folder.parent / "child.log")
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if code not in (0, -signal.SIGKILL, -signal.SIGALRM):
+        sys.exit(f"torture: not killed, but failed: {(folder.parent / 'child.log').read_text()}")
+    return code != 0
+
+
+def become_child(moment: str, call: int, flags: list[str], log: Path) -> None:
+    """Train in this process, which ends here, whatever happens."""
+    log.parent.mkdir(exist_ok=True)
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for stream in (1, 2):
+        os.dup2(descriptor, stream)
+    try:
+        train_until(moment, call, flags)
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
 
 
 def read_run(folder: Path) -> dict:
@@ -122,9 +137,7 @@ def main(folder: Path, kills: int = 30, cache: str = "cache") -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--child"]:
-        train_until(sys.argv[2], int(sys.argv[3]), sys.argv[4:])
-    elif 2 <= len(sys.argv) <= 4 and all(map(str.isdecimal, sys.argv[2:3])):
+    if 2 <= len(sys.argv) <= 4 and all(map(str.isdecimal, sys.argv[2:3])):
         main(Path(sys.argv[1]), *map(int, sys.argv[2:3]), *sys.argv[3:])
     else:
         sys.exit(__doc__)
