@@ -25,6 +25,7 @@ from fractions import Fraction
 from functools import cached_property, partial
 from pathlib import Path
 
+from support import parallel
 from support.answers import find_answer
 
 OPERATORS = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b}
@@ -234,10 +235,13 @@ def load(name: str, split: str, count: int = 0, seed: int = 0) -> list:
     """At most `count` problems of a task's train, validation or test split, 0 for all (of
     Countdown's endless training problems 3,000); the same ones for the same seed."""
     if name in COUNTDOWN:
-        return countdown(split, count, seed, COUNTDOWN[name])
-    problems = list(find_task(name)(split))
+        problems = countdown(split, count, seed, COUNTDOWN[name])
+    else:
+        problems = list(find_task(name)(split))
+        random.Random(f"{split} {seed}").shuffle(problems)
     if not problems:
         raise ValueError(f"{name} has no {split} problems: a folder needs a file {split}.jsonl, a "
                          "single file is divided by a hash of its questions")
-    random.Random(f"{split} {seed}").shuffle(problems)
+    if len(problems) < count:
+        parallel.say(f"note: {name} has {len(problems)} {split} problems, not {count}")
     return problems[:count or None]

@@ -5,16 +5,16 @@
     python evaluate.py runs/NAME --export FOLDER    also write the merged model
 
 pass@k is the unbiased estimator of Chen et al. (2021): with c of n samples correct, 1 - C(n-c, k) /
-C(n, k). Strategy entropy is in nats, over the true strategies of all legal responses. Intervals are
-95 % bootstrap intervals over problems. The same seed gives the same numbers.
-
-Cluster entropy, after the paper, is that of clusters of embeddings (support/clustering.py).
+C(n, k). Strategy entropy is in nats, over the true strategies of all legal responses; cluster
+entropy, after the paper, over clusters of embeddings (support/clustering.py). Intervals are 95 %
+bootstrap intervals over problems. The same seed gives the same numbers.
 """
 import math
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import support  # noqa: F401  isort: skip  before torch: it sets how torch's threads wait
 import torch
 from torch import Tensor
 from tqdm import tqdm
@@ -27,7 +27,7 @@ from strategy import BaseEncoder, Features
 from support import checkpoint, files, parallel, report, tiny
 from support.clustering import Clustering
 from support.config import Config, flag, guard, parse
-from support.fast import accelerate, reuse_memory
+from support.fast import accelerate
 
 KS = (1, 5, 16)
 BATCH = 32  # problems that are sampled at a time
@@ -131,12 +131,12 @@ def measure(problems: list, groups: list[list[str]], clusters: list[list[int]] |
     return metrics | {"problems": n, "samples": samples, "seed": seed}
 
 
-def export(policy: Policy, folder: Path, config: Config, step: int, metrics: dict) -> None:
+def export(policy: Policy, folder: Path, problem, step: int, metrics: dict) -> None:
     """Merged weights, tokenizer, end tokens and a model card, for transformers to load."""
     policy.tokenizer.save_pretrained(folder)
     end_tokens = {"eos_token_id": list(policy.eos_ids)}
     files.write_json(folder / "generation_config.json", end_tokens)
-    report.write_card(folder, policy.base, config, step, metrics, merged=True)
+    report.write_card(folder, policy, problem, step, metrics, merged=True)
     with lora.merged(policy.model):
         policy.model.save_pretrained(folder)  # last: config.json marks a folder that is complete
 
@@ -161,6 +161,10 @@ def check_targets(request: Request, is_run: bool) -> None:
     output, target = Path(request.output), Path(request.export)
     if request.output and (output.is_dir() or not output.absolute().parent.is_dir()):
         raise ValueError(f"--output {output}: expected a file in a folder that exists")
+    if output.is_file() and "pass@1" not in files.read_json(output):
+        raise ValueError(f"--output {output} exists and is no earlier result: choose another")
+    if 0 < request.temperature < 1e-6:
+        raise ValueError("--temperature: expected 0, which is greedy, or at least 1e-6")
     if request.export and not is_run:
         raise ValueError(f"--export needs a run folder; {request.path!r} is a model")
     if request.export and target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -175,32 +179,35 @@ def evaluate_path(request: Request, given: set[str]) -> None:
     base = run_config or replace(request, model=request.path)
     config = replace(base, **{name: getattr(request, name) for name in given - OWN_FLAGS})
     problems = data.load(config.data, config.eval_split, config.eval_problems)
-    folder = tiny.find_base(replace(config, data=base.data))  # tiny is built for the run's task
+    with parallel.leader_first():  # tiny is built for the run's task
+        folder = tiny.find_base(replace(config, data=base.data), may_build=run_config is None)
     policy = sample.open_policy(folder, config)
     clustering = None
     if run_config:
-        step = checkpoint.find_step(path, policy.model)
+        step = checkpoint.find_step(path, {"base": checkpoint.fingerprint(policy.model)})
         lora.load(policy.model, path / "adapter")
         clustering = Clustering.load_if_there(path, policy.model)
     accelerate(policy.model)
     if request.export:
         Path(request.export).mkdir(parents=True, exist_ok=True)
     metrics = evaluate(policy, problems, config, clustering, request.seed).metrics
-    if run_config and clustering is None:  # there is nothing to compare with
+    if clustering is None:  # clusters of its own cannot be compared with any others
         metrics["cluster_entropy"] = None
+    if not parallel.is_leader():
+        return
     print(report.table({path.name: metrics}))
     if request.output:
         files.write_json(Path(request.output), metrics)
         print(f"written to {request.output}")
     if request.export:
-        export(policy, Path(request.export), config, step, metrics)
+        export(policy, Path(request.export), problems[0], step, metrics)
         print(f"written to {request.export}")
 
 
 def main(argv: list[str] | None = None) -> None:
-    reuse_memory()
     request, given = parse(Request, __doc__, argv, positional="path", only=FLAGS)
     with guard():
+        parallel.start(request.device)
         evaluate_path(request, given)
 
 

@@ -232,10 +232,8 @@ class Transformer(nn.Module):
         names = {checkpoint_name(name): name for name, _ in model.named_parameters()}
         for key, tensor in hub.read_weights(folder, names.keys()):
             owner, _, leaf = names[key].rpartition(".")
-            expected = model.get_parameter(names[key]).shape
-            if tensor.shape != expected or not tensor.is_floating_point():
-                raise ValueError(f"{folder}: tensor {key} is {tensor.dtype} {tuple(tensor.shape)}, "
-                                 f"expected floating point {tuple(expected)}")
+            expected = model.get_parameter(names[key])
+            files.check_tensors({key: tensor}, {key: expected}, str(folder))
             parameter = nn.Parameter(tensor.to(device, dtype), requires_grad=False)
             setattr(model.get_submodule(owner), leaf, parameter)
         return model
@@ -245,6 +243,8 @@ class Transformer(nn.Module):
         dtype = str(self.embed_tokens.weight.dtype).removeprefix("torch.")
         tensors = {checkpoint_name(name): parameter for name, parameter in self.named_parameters()
                    if "lora_" not in name}
+        for name, tensor in tensors.items():
+            files.require_finite(name, tensor, str(folder))
         files.write_tensors(Path(folder) / "model.safetensors", tensors)
         files.write_json(Path(folder) / "config.json", {**self.config.raw, "dtype": dtype})
 

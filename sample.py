@@ -56,6 +56,7 @@ def sample_token(logits: Tensor, temperature: float, uniform: Tensor) -> tuple[T
     logits (n, V), uniform (n,) in [0, 1) -> tokens (n,) and their log-probabilities (n,).
     """
     if temperature == 0:
+        require_finite(logits.amax(-1))
         return logits.argmax(-1), logits.new_zeros(len(logits), dtype=torch.float32)
     probabilities = F.softmax(logits.float() / temperature, dim=-1)
     cumulative = probabilities.to(uniform.dtype).cumsum(-1)
@@ -68,8 +69,8 @@ def sample_token(logits: Tensor, temperature: float, uniform: Tensor) -> tuple[T
     return tokens[:, 0], probabilities.gather(1, tokens)[:, 0].log()
 
 
-def require_finite(total: Tensor) -> None:
-    if not total.isfinite().all():
+def require_finite(values: Tensor) -> None:
+    if not values.isfinite().all():
         raise FloatingPointError("the model's logits are not finite: its weights may be damaged, or"
                                  " the learning rate too high")
 

@@ -2,7 +2,6 @@
 
     python train.py                         the tiny built-in model on Countdown, minutes on a CPU
     python train.py --method grpo           the same without an intrinsic reward
-    python train.py --run runs/mine --steps 600 --kl 0.05
     python train.py --run runs/mine --resume        continue after Ctrl-C or a crash
 
 A step: sample responses, score them, add the intrinsic reward, turn rewards into advantages inside
@@ -13,6 +12,7 @@ import math
 import time
 from pathlib import Path
 
+import support  # noqa: F401  isort: skip  before torch: it sets how torch's threads wait
 import torch
 import torch.nn as nn
 from torch import Tensor
@@ -30,7 +30,7 @@ from support import budget, checkpoint, files, parallel, report, tiny
 from support.clustering import Clustering
 from support.config import Config, check_config, guard, parse, with_preset
 from support.equations import EquationsStrategist
-from support.fast import accelerate, reuse_memory
+from support.fast import accelerate
 from support.meta import LearnedLambdas
 from support.sentences import SentenceEncoder
 
@@ -51,8 +51,9 @@ class Run:
         self.method = reward.find_method(config.method)
         self.problems = data.load(config.data, "train", seed=config.seed)
         self.eval_problems = data.load(config.data, config.eval_split, config.eval_problems)
+        report.say_overlap(self.problems, self.eval_problems)
         with parallel.leader_first():
-            base = tiny.find_base(config)
+            base = tiny.find_base(config, may_build=not config.resume)
         self.policy = sample.open_policy(base, config)
         self.model = accelerate(lora.apply(self.policy.model, config.rank, seed=config.seed))
         self.model.recompute = config.recompute
@@ -67,7 +68,7 @@ class Run:
             if config.encoder:
                 self.encoder = SentenceEncoder(config.encoder, self.model.device,
                                                together=config.reading == "equations")
-            kind = Strategist if config.reading == "algorithm" else EquationsStrategist
+            kind = {"algorithm": Strategist, "equations": EquationsStrategist}[config.reading]
             self.strategist = kind(self.encoder.size, config).to(self.model.device)
             if isinstance(self.method, type):  # a reward with a memory
                 self.method = self.method(self.encoder.size, config).to(self.model.device)
@@ -76,8 +77,9 @@ class Run:
             self.lambdas = LearnedLambdas(config, count).to(self.model.device)
         self.clustering = Clustering.load_if_there(self.folder, self.model)
         self.loggers = report.open_loggers(config) if parallel.is_leader() else []
+        self.identity = checkpoint.identify(config, self.model, self.problems)
         if config.resume:
-            self.step = checkpoint.load(self.folder, self.learned(), self.model)
+            self.step = checkpoint.load(self.folder, self.learned(), self.identity)
             checkpoint.write_config(config)
         lines = files.read_lines(self.folder / "evaluations.jsonl")
         self.evaluations = {line["step"]: line for line in lines if line["step"] <= self.step}
@@ -94,7 +96,7 @@ class Run:
             # The adapter first: it must never be older than the checkpoint.
             lora.save(self.model, self.folder / "adapter", self.policy.base)
             (self.folder / "adapter" / "README.md").unlink(missing_ok=True)  # an older card
-            checkpoint.save(self.folder, self.step, self.learned(), self.model)
+            checkpoint.save(self.folder, self.step, self.learned(), self.identity)
 
     def generator(self, use: str, number: int, shared: bool = True) -> torch.Generator:
         """Random numbers for one use in one step or epoch, the same on all ranks if shared."""
@@ -273,7 +275,6 @@ def train(run: Run) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    reuse_memory()
     config, given = parse(Config, __doc__, argv)
     config = with_preset(config, given)
     with guard():
@@ -290,7 +291,7 @@ def main(argv: list[str] | None = None) -> None:
                 train(run)
                 after = run.evaluate()
                 if parallel.is_leader():
-                    report.write_card(run.folder / "adapter", run.policy.base, config, run.step,
+                    report.write_card(run.folder / "adapter", run.policy, run.problems[0], run.step,
                                       after, merged=False)
                     print(report.summary(run.folder, run.evaluations.get(0), after))
 

@@ -17,6 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from timeit import timeit
 
+import support  # noqa: F401  isort: skip  before torch: it sets how torch's threads wait
 import torch
 import transformers
 
@@ -26,7 +27,6 @@ import train
 from sample import Policy, seeded
 from support import hub, tiny
 from support.config import Config
-from support.fast import reuse_memory
 
 
 def ask(side: str, config: Config) -> Iterator[dict]:
@@ -62,7 +62,6 @@ def turns() -> Iterator[dict]:
 
 
 def train_side(config: Config) -> None:
-    reuse_memory()  # as train.py does
     run, learning = train.Run(config), 0.0
     if run.strategist:
         for memory in (run.strategist.recent, run.strategist.outcomes):

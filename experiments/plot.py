@@ -82,6 +82,9 @@ def find_runs(paths: list[str]) -> list[Run]:
         tell_apart([run for run in runs if run.name == name])
     runs.sort(key=lambda run: (run.evaluations[-1]["step"], len(run.metrics)))
     longest = {(run.name, run.seed, run.config.get("cache")): run for run in runs}
+    for run in runs:
+        if run not in longest.values():
+            print(f"left out, since there is a longer run like it: {run.folder}")
     order = [*MAIN, *sorted({run.name for run in runs}.difference(MAIN))]
     return sorted(longest.values(), key=lambda run: (order.index(run.name), run.seed))
 
@@ -146,7 +149,8 @@ def draw_line(axis, name: str, points: list[tuple]) -> None:
     xs = xs[width - 1::width]
     means, halves = np.reshape(bands[:width * len(xs)], (-1, width, 2)).mean(axis=1).T
     bars = halves if len(xs) == 1 else None
-    line, *_ = axis.errorbar(xs, means, bars, marker="o", markersize=3, capsize=4, label=name)
+    label = re.sub("^_", " _", name).replace("$", r"\$")  # neither hidden nor a formula
+    line, *_ = axis.errorbar(xs, means, bars, marker="o", markersize=3, capsize=4, label=label)
     axis.fill_between(xs, means - halves, means + halves, color=line.get_color(), alpha=0.25)
 
 

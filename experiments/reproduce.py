@@ -8,7 +8,6 @@ from 10 and test problems. Finished runs are kept: after Ctrl-C or a crash the s
 tables.md has means with 95 % intervals over seeds (Student's t), and differences paired by seed.
 """
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -142,7 +141,6 @@ def make_table(runs: list[plot.Run]) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     request, given = parse(Request, __doc__, argv)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C
     os.environ["OMP_NUM_THREADS"] = "1"
     with guard(lambda: "The same command goes on from here."):
         if request.quick and "part" in given:

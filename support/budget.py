@@ -18,9 +18,10 @@ import torch
 
 import data
 import lora
+import reward
 from model import Transformer
 from support import files, tiny
-from support.config import Config
+from support.config import Config, check_config
 from support.fast import LOGITS_AT_ONCE
 from support.hub import ModelConfig
 
@@ -92,12 +93,22 @@ def estimate(config: Config, shape: ModelConfig, width: int) -> dict[str, float]
 
 
 def report(config: Config) -> str:
+    """The text of --dry-run. What train.py would refuse, it refuses."""
+    check_config(config)
+    reward.find_method(config.method)
     if config.data not in data.COUNTDOWN:
-        data.find_task(config.data)  # says what is wrong with the name
+        data.find_task(config.data)
+        if config.model == "tiny":
+            tiny.find_base(config)  # says that the tiny model plays Countdown only
+    shape = find_shape(config.model)
+    prompt = PROMPT_TOKENS.get(config.data, QUESTION_TOKENS)
+    if prompt + config.max_new_tokens > shape.context:
+        raise ValueError(f"a prompt of about {prompt} tokens and {config.max_new_tokens} new ones "
+                         f"exceed the model's context of {shape.context}")
     gpu = torch.cuda.is_available() or config.preset == "paper"  # the preset is meant for a GPU
     width = 2 if config.dtype == "bfloat16" or (config.dtype == "auto" and gpu) else 4
     lines = [f"{name:50} {value}" for name, value in asdict(config).items()]
     lines += ["", f"expected, with base weights of {width} bytes (nothing was read or written):"]
-    for name, value in estimate(config, find_shape(config.model), width).items():
+    for name, value in estimate(config, shape, width).items():
         lines.append(f"{name:50} {value:,.2f}" if type(value) is float else f"{name:50} {value:,}")
     return "\n".join(lines)

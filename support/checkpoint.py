@@ -2,12 +2,13 @@
 
 A checkpoint is one safetensors file with all that the run has learned: adapter, optimizer, strategy
 networks with their memories, learned lambdas, the state of a reward. Its header has the step and
-the base model's fingerprint. Random numbers need no place in it: they are drawn from (seed, step).
+the run's identity: base model, settings and problems, which must be the same when it is resumed.
+Random numbers need no place in it: they are drawn from (seed, step).
 """
 import hashlib
+import json
 import os
 import shlex
-import sys
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -27,6 +28,7 @@ except ImportError:  # Windows: runs are not locked
 # What a resumed run may change: nothing that alters a step already taken.
 CHANGEABLE = {"run", "resume", "steps", "checkpoint_every", "device", "eval_every", "cache",
               "micro_batch", "recompute", "dry_run", "wandb", "tensorboard"}
+BY_CONTENT = {"model", "data"}  # their weights and problems are compared, not their names
 NAMES = {"tiny", "countdown", "countdown4", "gsm8k"}  # of a model or a task, not of a folder
 OWN_FILES = {"config.json", "lock"}  # what a run folder holds before the first evaluation
 
@@ -55,18 +57,25 @@ def settle(config: Config, given: set[str]) -> Config:
     saved = read_config(Path(config.run)) if config.run else None
     if saved is None:
         raise ValueError(f"--resume needs --run FOLDER, a run of train.py; found {config.run!r}")
-    fixed, why = given - CHANGEABLE, ""
-    if "steps" in given and saved.alpha_decay and saved.method != "grpo":
-        fixed |= {"steps"}
-        why = " (alpha falls over --steps, so earlier steps depend on it)"
+    fixed = given & fixed_names(saved)
     changed = [name for name in sorted(fixed) if getattr(config, name) != getattr(saved, name)]
     if changed:
         wishes = [f"--{name.replace('_', '-')} {getattr(config, name)} (the run: "
                   f"{getattr(saved, name)})" for name in changed]
         raise ValueError(f"{config.run} was started with other settings: {', '.join(wishes)}. "
-                         f"Leave them out to resume{why}")
+                         "Leave them out to resume. (Where alpha falls over --steps, earlier "
+                         "steps depend on it.)")
+    taken = max(find_checkpoints(Path(config.run)), default=0)
+    if "steps" in given and config.steps < taken:
+        raise ValueError(f"--steps {config.steps}: {config.run} has taken {taken} steps already")
     wishes = {name: getattr(config, name) for name in given & CHANGEABLE}
     return replace(saved, **{"wandb": False, "tensorboard": False, **wishes})
+
+
+def fixed_names(config: Config) -> set[str]:
+    """The settings that a run keeps for good."""
+    names = vars(config).keys() - CHANGEABLE
+    return names | {"steps"} if config.alpha_decay and config.method != "grpo" else names
 
 
 @contextmanager
@@ -156,16 +165,28 @@ def fingerprint(model: nn.Module) -> str:
     return hashlib.sha256(repr(numbers).encode()).hexdigest()[:16]
 
 
-def find_step(folder: Path, model: nn.Module) -> int:
-    """The step of the newest readable checkpoint; refuses one that was trained on another base."""
+def identify(config: Config, model: nn.Module, problems: list) -> dict[str, str]:
+    """What a checkpoint belongs to, as its header has it."""
+    fixed = {name: getattr(config, name) for name in sorted(fixed_names(config) - BY_CONTENT)}
+    texts = "\n".join(f"{each.prompt} {getattr(each, 'answer', '')}" for each in problems)
+    digest = hashlib.sha256(texts.encode(errors="replace")).hexdigest()[:16]
+    return {"base": fingerprint(model), "problems": digest, "settings": json.dumps(fixed)}
+
+
+def find_step(folder: Path, identity: dict[str, str]) -> int:
+    """The step of the newest readable checkpoint; refuses one of another run."""
     for step, file in reversed(find_checkpoints(folder).items()):
         try:
-            base = files.read_header(file)["base"]
+            header = files.read_header(file)
+            different = [name for name in identity if header[name] != identity[name]]
         except (KeyError, ValueError):  # `load` says what is wrong with it
             continue
-        if base != fingerprint(model):
+        if "base" in different:
             raise ValueError(f"{folder} was trained on a base model with other weights: put that "
                              "one back (for tiny, --cache names its folder)")
+        if different:
+            raise ValueError(f"{folder} was started with other {different[0]}: put back its "
+                             f"config.json and data. The checkpoint has {header['settings']}")
         return step
     return 0
 
@@ -209,31 +230,30 @@ class Learned:
             module.load_state_dict({key.removeprefix(f"{name}."): tensors[key] for key in own})
 
 
-def save(folder: Path, step: int, learned: Learned, model: nn.Module) -> None:
+def save(folder: Path, step: int, learned: Learned, identity: dict[str, str]) -> None:
     """Write a checkpoint; the last two are kept."""
-    header = {"step": str(step), "base": fingerprint(model)}
     file = folder / "checkpoint" / f"step-{step:06d}.safetensors"
     if file.exists():  # the run was restored from it, or has just written it
         return
-    files.write_tensors(file, learned.tensors(), header)
+    files.write_tensors(file, learned.tensors(), {"step": str(step), **identity})
     for old in list(find_checkpoints(folder).values())[:-2]:
         old.unlink()
 
 
-def load(folder: Path, learned: Learned, model: nn.Module) -> int:
+def load(folder: Path, learned: Learned, identity: dict[str, str]) -> int:
     """Restore the last good checkpoint and drop what came later -> its step, 0 if there is none."""
-    find_step(folder, model)  # refuses another base model
+    find_step(folder, identity)  # refuses one of another run
     found, step = find_checkpoints(folder), 0
     for number, file in reversed(found.items()):
         try:
-            if files.read_header(file)["step"] != str(number):
-                raise ValueError("its header names another step")
+            header = files.read_header(file)
+            if header.get("step") != str(number) or not identity.keys() <= header.keys():
+                raise ValueError("its header is damaged")
             learned.restore(files.read_tensors(file))
             step = number
             break
         except (KeyError, ValueError, RuntimeError, TypeError, AttributeError) as error:
-            if parallel.is_leader():
-                print(f"warning: {file} cannot be used ({error})", file=sys.stderr)
+            parallel.say(f"warning: {file} cannot be used ({str(error)[:300]})")
     if found and not step:
         raise ValueError(f"no checkpoint of {folder} can be used: remove them to start over")
     if parallel.is_leader():

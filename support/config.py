@@ -6,6 +6,7 @@ so that a preset or a resumed run can tell a wish from a default. `guard` is eve
 wrapper.
 """
 import argparse
+import signal
 import sys
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
@@ -53,8 +54,8 @@ class Config:
                        "if there is one", choices=("auto", "plain", "chat"))
     system: str = flag("", "system text of the chat")
     instruction: str = flag("", "how to answer, instead of the task's own words")
-    problems: int = flag(32, "problems per step", low=1)
-    samples: int = flag(8, "responses to each problem, the group of GRPO", low=2)
+    problems: int = flag(32, "problems per step", low=1, high=10 ** 6)
+    samples: int = flag(8, "responses to each problem, the group of GRPO", low=2, high=10 ** 5)
     temperature: float = flag(1.0, "sampling temperature, in training and evaluation", low=1e-6)
     max_new_tokens: int = flag(32, "longest response", low=1)
 
@@ -95,7 +96,7 @@ class Config:
     eval_split: str = flag("test", "problems to evaluate on: test to report, validation to tune",
                            choices=("test", "validation"))
     eval_problems: int = flag(200, "how many problems of that split", low=1)
-    eval_samples: int = flag(16, "responses to each", low=1)
+    eval_samples: int = flag(16, "responses to each", low=1, high=10 ** 5)
 
 
 # The paper's Table 3, but for its lambda_SuS of 0.0, which the text contradicts; KL and response
@@ -109,13 +110,19 @@ PRESETS = {"none": {}, "paper": dict(
 
 def exit_with(message) -> None:
     """One line for a person, exit code 2 for a program."""
+    if sys.flags.dev_mode and sys.exc_info()[1]:
+        raise
     print(f"error: {' '.join(str(message).split())}", file=sys.stderr)
     sys.exit(2)
 
 
 @contextmanager
 def guard(how_to_continue=lambda: ""):
-    """Inside, a user's mistake, a full disk or too little memory ends the program with one line."""
+    """Inside, a user's mistake, a full disk or too little memory ends the program with one line.
+
+    SIGTERM is like Ctrl-C. `python -X dev train.py` shows the traceback behind the line.
+    """
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     except (ValueError, FloatingPointError) as error:
@@ -129,9 +136,10 @@ def guard(how_to_continue=lambda: ""):
             raise
         exit_with(f"a process of this run is gone. {how_to_continue()}")
     except KeyboardInterrupt:
-        if parallel.is_leader():
-            print(f"\nstopped. {how_to_continue()}", file=sys.stderr)
+        parallel.say(f"\nstopped. {how_to_continue()}")
         sys.exit(130)
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def find_fault(value, kind: type, limits: dict) -> str | None:
@@ -167,9 +175,10 @@ def make_converter(kind: type, limits: dict):
     """-> a function from a flag's text to its checked value."""
     def convert(text: str):
         try:
+            text.encode()
             value = kind(text)
         except ValueError:
-            wanted = "a whole number" if kind is int else "a number"
+            wanted = {int: "a whole number", float: "a number", str: "UTF-8"}[kind]
             raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}") from None
         fault = find_fault(value, kind, limits)
         if fault:
@@ -220,6 +229,8 @@ def check_config(config: Config) -> None:
     if config.learn_lambdas and config.method != "sus":
         raise ValueError("--learn-lambdas weighs the two parts of --method sus, which "
                          f"{config.method} does not have")
+    if config.encoder and config.method == "grpo":
+        raise ValueError("--encoder is of no use with --method grpo: leave one of them out")
     if config.problems < parallel.world():
         raise ValueError(f"--problems {config.problems} leaves some of {parallel.world()} "
                          "processes without work: raise it")

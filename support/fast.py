@@ -12,7 +12,7 @@
         drawing    first the block of the vocabulary, then the token: short fp64 sums
 
 Values and gradients equal those of the textbook modules up to rounding: tests hold both together.
-docs/speed.md has what each trick is worth. `reuse_memory` keeps freed memory in the process.
+docs/speed.md has what each trick is worth. Freed memory is kept in the process.
 """
 import ctypes
 import sys
@@ -115,6 +115,7 @@ class FusedLogprobs(torch.autograd.Function):
 def sample_token(logits: Tensor, temperature: float, uniform: Tensor) -> tuple[Tensor, Tensor]:
     """sample.sample_token in two levels: the block of the vocabulary, then the token in it."""
     if temperature == 0:
+        require_finite(logits.amax(-1))
         return logits.argmax(-1), logits.new_zeros(len(logits), dtype=torch.float32)
     logits = logits.float() if temperature == 1 else logits.float() / temperature
     probabilities = F.softmax(logits, dim=-1)
@@ -320,6 +321,7 @@ FAST = {LoRALinear: FastLoRALinear, Transformer: FastTransformer}
 
 def accelerate(model: nn.Module) -> nn.Module:
     """Modules become their fast twins, if they have one: same parameters, names and results."""
+    reuse_memory()
     for module in model.modules():
         module.__class__ = FAST.get(type(module), type(module))
     return model

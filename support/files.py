@@ -67,15 +67,20 @@ def read_tensors(file: Path, wanted=None) -> dict[str, Tensor]:
         key: shard.get_tensor(key) for key in shard.keys() if wanted is None or key in wanted})
 
 
+def read_names(file: Path) -> set[str]:
+    """The names of a safetensors file's tensors."""
+    return read_safetensors(file, lambda shard: set(shard.keys()))
+
+
 def read_header(file: Path) -> dict[str, str]:
     """The strings in a safetensors file's header."""
     return read_safetensors(file, lambda shard: shard.metadata() or {})
 
 
 def read_safetensors(file: Path, read):
-    if not file.is_file():
-        raise ValueError(f"{file} is missing")
     try:
+        if not file.is_file():
+            raise ValueError(f"{file} is missing")
         with safe_open(file, framework="pt") as shard:
             return read(shard)
     except (SafetensorError, OSError) as error:
@@ -93,8 +98,12 @@ def check_tensors(tensors: dict[str, Tensor], expected: dict[str, Tensor], where
         if not same_shape or tensor.is_floating_point() != wanted.is_floating_point():
             raise ValueError(f"{where}: tensor {name} is {tensor.dtype} {tuple(tensor.shape)}, "
                              f"expected {wanted.dtype} {tuple(wanted.shape)}")
-        if not tensor.isfinite().all():
-            raise ValueError(f"{where}: tensor {name} holds a number that is not finite")
+        require_finite(name, tensor, where)
+
+
+def require_finite(name: str, tensor: Tensor, where: str) -> None:
+    if not tensor.isfinite().all():
+        raise ValueError(f"{where}: tensor {name} holds a number that is not finite")
 
 
 def pack_optimizer(optimizer: torch.optim.AdamW) -> Tensor:

@@ -12,6 +12,7 @@ from support import files
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
+IGNORED = ("rotary_emb.inv_freq", "lm_head.weight")  # old buffers; the head of a tied model
 LLAMA3_ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
@@ -101,7 +102,10 @@ def find_model_folder(path: str | Path) -> Path:
 
 
 def read_weights(folder: Path, wanted):
-    """Each wanted (name, tensor) of model.safetensors, or of the shards that its index lists."""
+    """Each wanted (name, tensor) of model.safetensors, or of the shards that its index lists.
+
+    A tensor that nobody wants says that config.json and the weights do not belong together.
+    """
     names = ["model.safetensors"]
     index = folder / "model.safetensors.index.json"
     if index.exists():
@@ -109,15 +113,19 @@ def read_weights(folder: Path, wanted):
         if not isinstance(weight_map, dict):
             raise ValueError(f"{index}: expected a weight_map of tensor names to file names")
         names = sorted(set(map(str, weight_map.values())))
-    missing = set(wanted)
+    missing, unknown = set(wanted), set()
     for name in names:
         if Path(name).name != name or name in ("", "..") or "\0" in name:
             raise ValueError(f"{index}: shard {name!r} is not the name of a file in this folder")
+        unknown |= files.read_names(folder / name) - set(wanted)
         tensors = files.read_tensors(folder / name, missing)
         missing -= tensors.keys()
         yield from tensors.items()
-    if missing:
-        raise ValueError(f"{folder}: {len(missing)} tensors are missing, such as {min(missing)}")
+    unknown = {name for name in unknown if not name.endswith(IGNORED)}
+    for kind, odd in (("lacks", missing), ("has too many", unknown)):
+        if odd:
+            raise ValueError(f"{folder} {kind} tensors for its config.json, such as {min(odd)} "
+                             f"({len(odd)} in all)")
 
 
 def open_tokenizer(folder: Path):

@@ -10,6 +10,7 @@ run folder and all ranks read it. With one process `active` is False and a step 
 import atexit
 import json
 import os
+import sys
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -54,6 +55,12 @@ def world() -> int:
 def is_leader() -> bool:
     """Rank 0 writes files and shows progress."""
     return rank() == 0
+
+
+def say(message: str) -> None:
+    """A line for whoever started the program, from rank 0 alone."""
+    if is_leader():
+        print(message, file=sys.stderr)
 
 
 def share(items):

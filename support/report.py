@@ -2,11 +2,12 @@
 import math
 import signal
 import sys
+from collections import Counter
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
-from support import files
+from support import files, parallel
 from support.config import Config
 
 METRICS = ("pass@1", "pass@5", "pass@16", "strategy_entropy", "cluster_entropy", "valid",
@@ -29,6 +30,15 @@ def catch_signals():
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+def say_overlap(problems: list, eval_problems: list) -> None:
+    """Warn when problems to learn from are problems to be measured on."""
+    trained = {problem.prompt for problem in problems}
+    shared = sum(problem.prompt in trained for problem in eval_problems)
+    if shared:
+        parallel.say(f"warning: {shared} of the {len(eval_problems)} problems of the evaluation "
+                     "are training problems too")
 
 
 def only_finite(metrics: dict) -> dict:
@@ -66,11 +76,13 @@ def samples_page(records: list[dict]) -> str:
 
     lines = ["# Samples"]
     for record in sorted(records, key=lambda record: -len(by_cluster(record)))[:5]:
-        lines.append(f"\n## {record['question']}")
+        sizes = Counter(response["cluster"] for response in record["responses"])
+        lines.append(f"\n## {' '.join(record['question'].split())}")
         for cluster, response in by_cluster(record).items():
             verdict = "Right" if response["correct"] else "Wrong"
             strategy = f", strategy {response['strategy']}" if response.get("strategy") else ""
-            lines.append(f"\n{verdict}, cluster {cluster}{strategy}:\n")
+            count = f"{sizes[cluster]} of {len(record['responses'])} responses"
+            lines.append(f"\n{verdict}, cluster {cluster} ({count}){strategy}:\n")
             lines.append(f"```\n{response['text'].strip()}\n```")
     return "\n".join(lines) + "\n"
 
@@ -100,7 +112,12 @@ def summary(folder: Path, before: dict | None, after: dict) -> str:
     lost = [name for name, share in had.items() if share >= 0.01 and has.get(name, 0) < 0.001]
     if lost:
         lines.append(f"lost strategies: {'  '.join(lost)}")
-    skipped = sum(line.get("skipped", 0) for line in files.read_lines(folder / "metrics.jsonl"))
+    steps = files.read_lines(folder / "metrics.jsonl")
+    for share, word in ((0, "correct"), (1, "wrong")):
+        if steps and all(line.get("correct") == share for line in steps):
+            lines.append(f"no response was ever {word}, so there was nothing to learn from: look "
+                         f"at {folder / 'samples.md'}")
+    skipped = sum(line.get("skipped", 0) for line in steps)
     if skipped:
         lines.append(f"{skipped} of {after['step']} steps were skipped, because the loss or its "
                      "gradient was not finite: see --learning-rate")
@@ -109,9 +126,10 @@ def summary(folder: Path, before: dict | None, after: dict) -> str:
     return "\n".join(lines)
 
 
-def write_card(folder: Path, base: str, config: Config, step: int, metrics: dict,
-               merged: bool) -> None:
-    """The README.md that the hub shows for an adapter or a merged model."""
+def write_card(folder: Path, policy, problem, step: int, metrics: dict, merged: bool) -> None:
+    """The README.md that the hub shows for an adapter or a merged model, with an example prompt."""
+    config, base = policy.config, policy.base
+    prompt = policy.tokenizer.decode(policy.encode([problem])[0])
     header = ["license: other", "license_name: that-of-the-base-model",
               f"library_name: {'transformers' if merged else 'peft'}",
               "pipeline_tag: text-generation", "tags: [grpo, strategy-aware-surprise]"]
@@ -119,17 +137,21 @@ def write_card(folder: Path, base: str, config: Config, step: int, metrics: dict
         header.append(f"base_model: {base}")
     if config.data == "gsm8k":
         header.append("datasets: [openai/gsm8k]")
-    load = 'model = AutoModelForCausalLM.from_pretrained("FOLDER")'
+    load = ('from transformers import AutoModelForCausalLM\n\n'
+            'model = AutoModelForCausalLM.from_pretrained("FOLDER")')
     if not merged:
-        load = f'base = AutoModelForCausalLM.from_pretrained("{base}")\n' \
-               'model = PeftModel.from_pretrained(base, "FOLDER")'
+        load = ('from peft import PeftModel\nfrom transformers import AutoModelForCausalLM\n\n'
+                f'base = AutoModelForCausalLM.from_pretrained("{base}")\n'
+                'model = PeftModel.from_pretrained(base, "FOLDER")')
     reward = "" if config.method == "grpo" else f" and the intrinsic reward `{config.method}`"
-    text = ["---", *header, "---", "", f"# {base}, trained with {config.method} on {config.data}",
-            "", f"{'Merged weights' if merged else 'A LoRA adapter'} after {step} steps of "
-            f"GRPO{reward}, seed {config.seed}, alpha {config.alpha}, kl {config.kl}. On "
-            f"{metrics['problems']} {config.eval_split} problems, {metrics['samples']} responses "
-            f"each at temperature {config.temperature}:", "",
-            f"```\n{table({'': metrics})}\n```", "", f"```python\n{load}\n```", ""]
+    text = ["---", *header, "---", "",
+            f"# {Path(base).name}, trained with {config.method} on {Path(config.data).name}", "",
+            f"{'Merged weights' if merged else 'A LoRA adapter'} after {step} steps of "
+            f"GRPO{reward} ([SuS](https://arxiv.org/abs/2601.10349)), seed {config.seed}, alpha "
+            f"{config.alpha}, kl {config.kl}. On {metrics['problems']} {config.eval_split} "
+            f"problems, {metrics['samples']} responses each at temperature {config.temperature}:",
+            "", f"```\n{table({'': metrics})}\n```", "", f"```python\n{load}\n```", "",
+            f"It was trained on prompts like this one:\n\n```\n{prompt}\n```", ""]
     files.write_text(folder / "README.md", "\n".join(text))
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from sample import Rollout
 from strategy import Features, pool, pool_features, random_halves
+from support import files
 
 AT_ONCE = 64  # texts
 
@@ -24,12 +25,15 @@ class SentenceEncoder:
             self.model.train(False).requires_grad_(False).to(device)
             positions = getattr(self.model.config, "max_position_embeddings", 512)
             self.limit = min(self.tokenizer.model_max_length, positions)
-            self.size = self.mean(["one", "one text and another"]).shape[1]  # does it pad?
+            means = self.mean(["one", "one text and another"])  # does it pad?
+            files.require_finite("of states", means, "its output")
+            self.size = means.shape[1]
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # transformers raises whatever its readers raise
-            raise ValueError(f"--encoder {name} cannot be used ({type(error).__name__}): expected "
-                             "a folder or hub id of a sentence encoder") from None
+            why = f"{type(error).__name__}: {str(error)[:100]}"
+            raise ValueError(f"--encoder {name} cannot be used ({why}): expected a folder or hub "
+                             "id of a sentence encoder") from None
 
     @torch.no_grad()
     def read(self, texts: list[str]) -> tuple[Tensor, Tensor, Tensor]:

@@ -39,22 +39,25 @@ TARGET_SHARE = 0.08  # chance brings the share of plays that reach their target 
 STEPS, BATCH, LEARNING_RATE, WARMUP = 1000, 128, 3e-3, 50
 
 
-def find_base(config: Config) -> Path:
+def find_base(config: Config, may_build: bool = True) -> Path:
     """The folder of the run's base model; `tiny` is built first if it is not in the cache."""
     if not config.model:
         raise ValueError("an empty --model: expected tiny, a Hugging Face folder or a hub id")
     if config.model == "tiny":
-        return find_tiny(config.data, Path(config.cache))
+        return find_tiny(config.data, Path(config.cache), may_build=may_build)
     return hub.find_model_folder(config.model)
 
 
-def find_tiny(task: str, cache: Path, seed: int = 0) -> Path:
+def find_tiny(task: str, cache: Path, seed: int = 0, may_build: bool = True) -> Path:
     if task not in data.COUNTDOWN:
         raise ValueError(f"the tiny model only plays {' and '.join(data.COUNTDOWN)}: with --data "
                          f"{task} give --model a Hugging Face folder or a hub id")
     folder = cache / f"tiny-{task}"
     if (folder / "config.json").exists():
         return folder
+    if not may_build:
+        raise ValueError(f"{folder} is gone, the base model of this run: put it back, or say with "
+                         "--cache where it is")
     return build(folder, data.COUNTDOWN[task], seed=seed)
 
 

@@ -18,9 +18,8 @@ import lora
 import model
 import sample
 from support import clustering, tiny
-from support.config import Config
 from support.fast import accelerate
-from tests.conftest import mutual_information, small_model
+from tests.conftest import mutual_information, open_tiny, small_model
 from tests.test_train import quick_world, run  # noqa: F401 (a fixture)
 
 # Measuring: no model is needed.
@@ -151,17 +150,18 @@ def test_another_seed_draws_other_intervals_and_the_same_seed_the_same():
 
 @pytest.fixture(scope="module")
 def tiny_policy(cache):
-    config = Config(device="cpu", cache=str(cache))
-    policy = sample.open_policy(tiny.find_base(config), config)
+    policy = open_tiny(cache)
     accelerate(policy.model)
     return policy
 
 
-def test_the_tiny_model_lands_where_exploration_matters(tiny_policy, monkeypatch):
+@pytest.mark.slow
+def test_the_tiny_model_lands_where_exploration_matters(real_policy, monkeypatch):
     monkeypatch.setattr(clustering, "EPOCHS", 32)  # the real ones
-    config = tiny_policy.config
+    accelerate(real_policy.model)
+    config = real_policy.config
     problems = data.load("countdown", "test", 100)
-    first = evaluate.evaluate(tiny_policy, problems, config, seed=3)
+    first = evaluate.evaluate(real_policy, problems, config, seed=3)
     found = first.metrics
     assert 0.05 <= found["pass@1"] <= 0.20
     assert found["pass@5"] >= 2.5 * found["pass@1"]
@@ -177,7 +177,7 @@ def test_the_tiny_model_lands_where_exploration_matters(tiny_policy, monkeypatch
         low, high = found["intervals"][name]
         assert low < found[name] < high
     # Other responses, the same clusters: the same entropy, and clusters that follow strategies.
-    other = evaluate.evaluate(tiny_policy, problems, config, first.clustering, seed=4)
+    other = evaluate.evaluate(real_policy, problems, config, first.clustering, seed=4)
     assert other.clustering is first.clustering
     assert abs(found["cluster_entropy"] - other.metrics["cluster_entropy"]) < 0.15
     labels = [(response["cluster"], response["strategy"]) for record in other.records
@@ -197,7 +197,7 @@ def test_the_same_seed_gives_the_same_evaluation_and_another_does_not(tiny_polic
              for each in (first, other)]
     assert len(texts[0]) == 160
     assert sum(a != b for a, b in zip(*texts)) > 100
-    assert first.metrics["strategies"] != other.metrics["strategies"]
+    assert first.metrics["cluster_entropy"] != other.metrics["cluster_entropy"]
 
 
 def test_records_say_what_each_response_is(tiny_policy):
@@ -233,7 +233,7 @@ def test_the_tiny_model_is_an_ordinary_folder(cache):
 def trained(tmp_path_factory, cache, quick_world) -> Path:  # noqa: F811
     """Two large steps; with seed 3, since an evaluation's own seed is another one."""
     return run(tmp_path_factory.mktemp("runs") / "trained", cache, "--steps", "2", "--seed", "3",
-               "--eval-split", "validation", "--learning-rate", "0.05")
+               "--eval-split", "validation", "--learning-rate", "0.05", "--gate", "none")
 
 
 def evaluated(folder, *flags, output) -> dict:
@@ -247,9 +247,9 @@ def test_a_run_is_evaluated_with_its_own_settings_unless_flags_say_otherwise(tra
     assert {**again, "step": 2} == own
     other = evaluated(trained, "--seed", "1", output=tmp_path / "other.json")
     assert other["seed"] == 1
-    assert other["pass_curve"] != own["pass_curve"]
+    assert other["cluster_entropy"] != own["cluster_entropy"]
     split = evaluated(trained, "--eval-split", "test", output=tmp_path / "split.json")
-    assert split["pass_curve"] != own["pass_curve"]
+    assert split["cluster_entropy"] != own["cluster_entropy"]
     more = evaluated(trained, "--eval-problems", "9", "--eval-samples", "3",
                      output=tmp_path / "more.json")
     assert (more["problems"], more["samples"]) == (9, 3)
@@ -328,6 +328,7 @@ def test_tiny_is_a_model_by_name(cache, tmp_path):
     (["tiny", "--eval-problems", "0"], "--eval-problems"), (["tiny", "--data", "chess"], "chess"),
     (["tiny", "--temperature", "nan"], "--temperature"),
     (["tiny", "--temperature", "-1"], "--temperature"),
+    (["tiny", "--temperature", "1e-300"], "--temperature"),
     (["tiny", "--device", "tpu"], "tpu"), (["tiny", "--max-new-tokens", "500"], "context"),
     (["tiny", "--nonsense"], "--nonsense"), (["tiny", "--steps", "5"], "--steps"),
     (["tiny", "--samples", "5"], "--samples"),
@@ -345,6 +346,25 @@ def test_bad_input_is_one_line_and_exit_code_2(argv, word, cache, tmp_path, caps
     assert word in errors[-1]
     assert "Traceback" not in "".join(errors)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_output_writes_over_earlier_results_only(trained, cache, tmp_path, capsys):
+    flags = ["--eval-problems", "2", "--eval-samples", "2", "--cache", str(cache)]
+    own = shutil.copy(trained / "config.json", tmp_path / "config.json")
+    before = Path(own).read_bytes()
+    with pytest.raises(SystemExit):
+        evaluate.main(["tiny", *flags, "--output", str(own)])
+    assert "--output" in capsys.readouterr().err
+    assert Path(own).read_bytes() == before
+    for seed in ("0", "1"):
+        found = evaluated("tiny", *flags, "--seed", seed, output=tmp_path / "result.json")
+        assert found["seed"] == int(seed)
+
+
+def test_clusters_of_its_own_give_no_number_to_compare(cache, tmp_path):
+    found = evaluated("tiny", "--eval-problems", "4", "--eval-samples", "2", "--cache", str(cache),
+                      output=tmp_path / "out.json")
+    assert found["cluster_entropy"] is None
 
 
 def test_help_names_every_flag_of_an_evaluation_and_no_other(capsys):
@@ -439,3 +459,4 @@ def test_an_exported_model_is_a_model_like_any_other(trained, tmp_path):
                       "--eval-samples", "5", output=tmp_path / "out.json")
     assert found["pass_curve"] == own["pass_curve"]
     assert found["strategies"] == own["strategies"]
+    assert found["distinct"] == own["distinct"]

@@ -3,6 +3,7 @@
 All modules here are the textbook ones; tests/support/test_fast.py compares the fast ones with them.
 """
 import json
+import math
 
 import pytest
 import torch
@@ -262,6 +263,11 @@ def damage_index(name):
     return damage
 
 
+def one_layer_fewer(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2}))
+
+
 def cut_short(folder):
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-50])
@@ -276,9 +282,12 @@ def remove(name):
 
 
 @pytest.mark.parametrize("damage, words", [
-    (damage_missing, ["model.norm.weight", "missing"]),
+    (damage_missing, ["model.norm.weight", "lacks", "(1 in all)"]),
     (replace_norm(torch.zeros(5)), ["model.norm.weight", "(5,)", "(36,)"]),
-    (replace_norm(torch.zeros(36, dtype=torch.int32)), ["model.norm.weight", "int32", "floating"]),
+    (replace_norm(torch.zeros(36, dtype=torch.int32)), ["model.norm.weight", "int32", "float32"]),
+    (replace_norm(torch.full((36,), math.nan)), ["model.norm.weight", "not finite"]),
+    (replace_norm(torch.full((36,), -math.inf)), ["model.norm.weight", "not finite"]),
+    (one_layer_fewer, ["too many tensors", "config.json", "model.layers.2."]),
     (write("model.safetensors", b"\x10" * 100), ["model.safetensors", "readable"]),
     (cut_short, ["model.safetensors", "readable"]),
     (remove("model.safetensors"), ["model.safetensors", "missing"]),
@@ -299,6 +308,25 @@ def test_a_damaged_folder_is_one_clear_error(damage, words, tmp_path):
     assert "\n" not in str(caught.value)
     for word in words:
         assert word in str(caught.value)
+
+
+def test_old_buffers_and_the_head_of_a_tied_model_are_no_strangers(tmp_path):
+    tied = small_model(tie_word_embeddings=True)
+    tied.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    extra = {"lm_head.weight": tensors["model.embed_tokens.weight"].clone(),
+             "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(3)}
+    save_file(tensors | extra, tmp_path / "model.safetensors")
+    ids = torch.arange(10)[None]
+    assert torch.equal(Transformer.from_pretrained(tmp_path)(ids), tied(ids))
+
+
+def test_weights_that_are_not_finite_are_never_written(tmp_path):
+    model = small_model()
+    model.norm.weight.data[3] = math.nan
+    with pytest.raises(ValueError, match="model.norm.weight .* not finite"):
+        model.save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("name", ["no/such-model", "./nothing", "word", "a/b/c", "model.gguf"])

@@ -33,7 +33,9 @@ QUICK = ["--problems", "4", "--samples", "4", "--eval-problems", "6", "--eval-sa
          "--strategy-warmup", "8", "--device", "cpu"]
 SMALL = dict(problems=4, samples=4, eval_problems=6, eval_samples=5, strategy_warmup=8,
              device="cpu")  # the same as a Config
-WHOLE = ["--steps", "5", "--checkpoint-every", "2", "--eval-every", "2", "--learn-lambdas"]
+# Bonuses without a gate: the tests' base model is hardly ever right.
+WHOLE = ["--steps", "5", "--checkpoint-every", "2", "--eval-every", "2", "--learn-lambdas",
+         "--gate", "none"]
 TIMES = ("tokens_per_second", "seconds_")
 REAL_WORLD = ((data, "COUNTDOWN_TRAINING", data.COUNTDOWN_TRAINING),
               (clustering, "EPOCHS", clustering.EPOCHS))
@@ -344,7 +346,7 @@ def test_the_metrics_of_a_step_by_hand(make_run, monkeypatch):
         "truncated": 1 - statistics.mean(map(float, rollout.finished.tolist())),
         "alpha": 8.0, "lambda_ss": 1.0, "lambda_sus": 0.5, "skipped": 0}
     assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-4)
-    assert 0.05 < expected["bonus_share"] < 0.95  # r^2 and 1 - r^2 differ
+    assert abs(expected["bonus_share"] - 0.5) > 0.01  # r^2 and 1 - r^2 differ
     stages = ("rollout", "score", "intrinsic", "advantage", "update")
     seconds = sum(found[f"seconds_{stage}"] for stage in stages)
     assert found["tokens_per_second"] == pytest.approx(tokens / seconds)
@@ -364,8 +366,15 @@ METHODS = [*reward.METHODS, *(f"experiments.rewards:{name}" for name in
                               ("novelty", "icm", "rnd", "count", "uniqueness", "oracle"))]
 
 
+@pytest.fixture
+def strategies_by_first_letter(monkeypatch):
+    """The tests' base model makes hardly any legal play, whose operators would be the strategy."""
+    monkeypatch.setattr(data.Countdown, "strategy_of", lambda self, response: response[:1])
+
+
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_pays_its_bonus_behind_the_gate(method, make_run, monkeypatch):
+def test_every_method_pays_its_bonus_behind_the_gate(method, make_run, monkeypatch,
+                                                     strategies_by_first_letter):
     run = make_run(method=method, gate="correct", reading="equations", steps=4)
     for step in range(2):
         watched = Watched(run, step, monkeypatch)
@@ -560,7 +569,8 @@ RESUMED = [["--learn-lambdas", "--eval-every", "2"], ["--reading", "equations"],
 
 @pytest.mark.parametrize("flags", RESUMED, ids=" ".join)
 def test_an_interrupted_run_ends_on_the_bits_of_an_undisturbed_one(flags, cache, tmp_path,
-                                                                   monkeypatch, capsys):
+                                                                   monkeypatch, capsys,
+                                                                   strategies_by_first_letter):
     monkeypatch.setattr(meta, "EVERY", 2)  # stopped while learned lambdas wait for the next batch
     if "ENCODER" in flags:
         make_sentence_encoder(tmp_path / "encoder")
@@ -581,7 +591,8 @@ def test_an_interrupted_run_ends_on_the_bits_of_an_undisturbed_one(flags, cache,
         assert metrics(undisturbed)[-1]["bonus"] != 0
 
 
-def test_what_a_method_has_learned_is_in_the_checkpoint(cache, tmp_path):
+def test_what_a_method_has_learned_is_in_the_checkpoint(cache, tmp_path,
+                                                        strategies_by_first_letter):
     folder = run(tmp_path / "oracle", cache, "--steps", "1", "--method",
                  "experiments.rewards:oracle")
     counts = json.loads(bytes(learned(folder)["method._extra_state"].tolist()))
@@ -627,7 +638,7 @@ def test_without_its_evaluations_a_run_still_goes_on(whole, tmp_path):
 
 
 def test_the_adapter_is_as_new_as_the_checkpoint(cache, tmp_path):
-    folder = run(tmp_path / "run", cache, "--steps", "1", "--method", "grpo")
+    folder = run(tmp_path / "run", cache, "--steps", "1", "--gate", "none", "--alpha-decay", "0")
     before = adapter(folder)
     resume(folder, "--steps", "2")
     assert not same(before, adapter(folder))
@@ -718,10 +729,11 @@ def test_the_warm_up_shows_the_base_policys_responses(make_run, monkeypatch):
     assert same(vars(first), vars(run.roll_out(prompts, "rollout", 0)[0]))
 
 
-def test_training_pays_and_costs_strategies(cache, tmp_path):
+@pytest.mark.slow
+def test_training_pays_and_costs_strategies(real_cache, tmp_path):
     """Thirty fast steps. The full story is what `python train.py` prints."""
-    folder = run(tmp_path / "run", cache, "--steps", "30", "--problems", "32", "--samples", "8",
-                 "--learning-rate", "4e-3", "--eval-problems", "100", "--eval-samples", "16",
+    folder = run(tmp_path / "run", real_cache, "--steps", "30", "--problems", "32", "--samples",
+                 "8", "--learning-rate", "4e-3", "--eval-problems", "100", "--eval-samples", "16",
                  "--method", "grpo", "--normalise", "std", "--kl", "0")
     before, after = read_lines(folder / "evaluations.jsonl")
     assert after["pass@1"] > 1.15 * before["pass@1"]

@@ -82,6 +82,18 @@ def test_arithmetic_is_eight_operations_per_weight_and_token():
     assert estimate["arithmetic per step, TFLOP, at most"] == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("flags, word", [
+    (["--preset", "paper", "--model", "tiny"], "tiny model"),
+    (["--max-new-tokens", "500"], "context"), (["--method", "magic"], "magic"),
+    (["--data", "chess"], "chess"),
+    (["--learn-lambdas", "--method", "ss"], "--learn-lambdas")])
+def test_a_dry_run_refuses_what_the_run_would_refuse(flags, word, capsys):
+    with pytest.raises(SystemExit) as caught:
+        train.main(["--dry-run", *flags])
+    assert caught.value.code == 2
+    assert word in capsys.readouterr().err
+
+
 def test_a_shape_is_not_guessed():
     with pytest.raises(ValueError, match="cannot tell the shape"):
         budget.find_shape("someone/something")

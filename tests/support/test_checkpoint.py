@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import evaluate
 import train
 from support import checkpoint, files
 from support.config import Config
@@ -38,7 +39,7 @@ def finished(tmp_path_factory, cache, quick_world) -> Path:  # noqa: F811
 @pytest.fixture(scope="module")
 def opened(finished, cache) -> train.Run:
     """A new run with the same settings, for checkpoints to be loaded into."""
-    return train.Run(Config(**SMALL, run="unused", cache=str(cache), alpha_decay=0))
+    return train.Run(Config(**SMALL, run="unused", cache=str(cache), alpha_decay=0.0))
 
 
 @pytest.fixture
@@ -253,7 +254,7 @@ def test_a_run_is_resumed_from_anywhere_and_after_a_move(copy, finished, tmp_pat
 
 def test_the_last_two_checkpoints_are_kept(opened, tmp_path):
     for step in (1, 2, 10, 1_000_000, 999_999):
-        checkpoint.save(tmp_path, step, opened.learned(), opened.model)
+        checkpoint.save(tmp_path, step, opened.learned(), opened.identity)
     assert list(checkpoint.find_checkpoints(tmp_path)) == [999_999, 1_000_000]
 
 
@@ -267,8 +268,8 @@ def test_files_of_other_names_are_no_checkpoints(tmp_path):
 
 
 def test_a_checkpoint_restores_everything(finished, opened, tmp_path):
-    assert checkpoint.load(finished, opened.learned(), opened.model) == 4
-    checkpoint.save(tmp_path, 4, opened.learned(), opened.model)
+    assert checkpoint.load(finished, opened.learned(), opened.identity) == 4
+    checkpoint.save(tmp_path, 4, opened.learned(), opened.identity)
     name = "checkpoint/step-000004.safetensors"
     ours, theirs = load_file(tmp_path / name), load_file(finished / name)
     assert ours.keys() == theirs.keys()
@@ -295,7 +296,7 @@ def test_the_previous_checkpoint_is_used_when_the_last_is_damaged(damage, copy, 
 def test_a_fallback_drops_what_came_later(copy, opened):
     (copy / "checkpoint" / "step-000004.safetensors").write_bytes(b"junk")
     (copy / "adapter" / "adapter_model.safetensors.12.tmp").write_bytes(b"half")
-    assert checkpoint.load(copy, opened.learned(), opened.model) == 2
+    assert checkpoint.load(copy, opened.learned(), opened.identity) == 2
     assert list(checkpoint.find_checkpoints(copy)) == [2]
     assert [line["step"] for line in metrics(copy)] == [1, 2]
     assert [line["step"] for line in files.read_lines(copy / "evaluations.jsonl")] == [0]
@@ -347,6 +348,8 @@ CHECKPOINTS = {
     "a step below zero": edit(lambda tensors, header: header.update(step="-3")),
     "a step that is a word": edit(lambda tensors, header: header.update(step="four")),
     "no step": edit(lambda tensors, header: header.pop("step")),
+    "no base model": edit(lambda tensors, header: header.pop("base")),
+    "no settings": edit(lambda tensors, header: header.pop("settings")),
 }
 
 
@@ -355,7 +358,7 @@ def test_a_damaged_checkpoint_is_refused_and_nothing_is_touched(name, copy, open
     CHECKPOINTS[name](copy)
     before = all_files(copy)
     with pytest.raises(ValueError, match="no checkpoint .* can be used"):
-        checkpoint.load(copy, opened.learned(), opened.model)
+        checkpoint.load(copy, opened.learned(), opened.identity)
     assert capsys.readouterr().err.count("warning: ") == 2
     assert before == all_files(copy)
 
@@ -375,9 +378,10 @@ DAMAGES = [
     (CHECKPOINTS["junk"], "no checkpoint"), (CHECKPOINTS["a tensor missing"], "no checkpoint"),
     (write("config.json", "{"), "JSON"), (write("config.json", "{}"), "--resume"),
     (write("config.json", '{"method": "sus"}'), "version"),
-    (rewrite(nonsense=1), "nonsense"), (rewrite(rank=4), "no checkpoint"),
-    (rewrite(method="grpo"), "no checkpoint"), (rewrite(samples=8), "no checkpoint"),
-    (rewrite(reading="equations"), "no checkpoint"),
+    (rewrite(nonsense=1), "nonsense"), (rewrite(rank=4), "other settings"),
+    (rewrite(method="grpo"), "other settings"), (rewrite(samples=8), "other settings"),
+    (rewrite(reading="equations"), "other settings"), (rewrite(kl=5.0), '"kl": 0.03'),
+    (rewrite(seed=7), "other problems"), (rewrite(lambda_ss=2.0), '"lambda_ss": 1.0'),
     (rewrite(steps="abc"), "steps"), (rewrite(learning_rate=None), "learning_rate"),
     (rewrite(samples=1), "samples"), (rewrite(seed="x"), "seed"), (rewrite(model=None), "model"),
     (rewrite(dtype="int8"), "dtype"), (rewrite(kl=float("nan")), "kl"),
@@ -409,20 +413,65 @@ def test_the_adapter_folder_is_made_new_when_the_run_goes_on(copy, finished):
     assert_same_run(finished, copy)
 
 
-# The base model.
+# What a run belongs to.
+
+
+def test_a_run_does_not_go_on_with_other_problems(cache, tmp_path, capsys):
+    """Its file was edited: a question, or an answer."""
+    sums = [{"question": f"{a}+{b}=", "answer": a + b} for a in range(9) for b in range(9)]
+    file = tmp_path / "sums.jsonl"
+
+    def write_sums():
+        file.write_text("".join(json.dumps(line) + "\n" for line in sums))
+    write_sums()
+    folder = run(tmp_path / "run", cache, "--steps", "1", "--method", "grpo", "--data", str(file),
+                 "--model", str(cache / "tiny-countdown"), "--max-new-tokens", "4")
+    capsys.readouterr()
+    for line in sums:
+        line["answer"] += 1
+    write_sums()
+    assert "other problems" in refused(capsys, resume, folder, "--steps", "2")
+    for line in sums:
+        line["answer"] -= 1
+    write_sums()
+    resume(folder, "--steps", "2")
+    assert len(metrics(folder)) == 2
+
+
+def test_what_may_change_is_no_part_of_a_runs_identity():
+    own = Config(run="a", cache="a", method="grpo", model="here", data="here")
+    moved = Config(run="b", cache="b", method="grpo", model="there", data="there", steps=9)
+    first, second = (checkpoint.identify(each, small_model(), []) for each in (own, moved))
+    assert first == second
+    assert first != checkpoint.identify(Config(method="grpo", epochs=2), small_model(), [])
+    falling = [checkpoint.identify(Config(steps=steps), small_model(), []) for steps in (5, 6)]
+    assert falling[0]["settings"] != falling[1]["settings"]  # alpha falls over the steps
+
+
+def test_a_run_does_not_forget_steps_that_it_has_taken(copy, capsys):
+    assert "4 steps already" in refused(capsys, resume, copy, "--steps", "3")
+
+
+def test_a_run_whose_base_model_is_gone_builds_no_other(copy, tmp_path, capsys):
+    for main, flags in ((train.main, ["--run", str(copy), "--resume", "--steps", "5"]),
+                        (evaluate.main, [str(copy)])):
+        error = refused(capsys, main, [*flags, "--cache", str(tmp_path / "nothing")])
+        assert "is gone" in error
+        assert "--cache" in error
+    assert not (tmp_path / "nothing").exists()
 
 
 def test_the_newest_readable_checkpoint_says_how_far_a_run_has_come(copy, opened):
-    assert checkpoint.find_step(copy, opened.model) == 4
+    assert checkpoint.find_step(copy, opened.identity) == 4
     (copy / "checkpoint" / "step-000004.safetensors").write_bytes(b"junk")
-    assert checkpoint.find_step(copy, opened.model) == 2
+    assert checkpoint.find_step(copy, opened.identity) == 2
     shutil.rmtree(copy / "checkpoint")
-    assert checkpoint.find_step(copy, opened.model) == 0
+    assert checkpoint.find_step(copy, opened.identity) == 0
 
 
 def test_a_run_on_another_base_model_is_refused(finished):
     with pytest.raises(ValueError, match="other weights"):
-        checkpoint.find_step(finished, small_model())
+        checkpoint.find_step(finished, {"base": checkpoint.fingerprint(small_model())})
 
 
 def test_a_fingerprint_is_the_base_models():

@@ -1,6 +1,11 @@
 """Flags: limits, the manual, presets, saved configs, and errors of one line."""
 import json
+import os
+import signal
+import subprocess
+import sys
 from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +14,8 @@ import train
 from support import config, parallel
 from support.config import Config
 from tests.test_train import quick_world, run  # noqa: F401 (a fixture)
+
+ROOT = Path(__file__).parent.parent.parent
 
 
 def error_of(capsys) -> str:
@@ -44,6 +51,9 @@ BAD = [
     (["--encoder", "./nowhere"], "./nowhere"), (["--alpha-decay", "1.5"], "--alpha-decay"),
     (["--learn-lambdas", "--method", "grpo"], "--learn-lambdas"),
     (["--learn-lambdas", "--method", "ss"], "--learn-lambdas"),
+    (["--encoder", "./nowhere", "--method", "grpo"], "--encoder"),
+    (["--problems", "9" * 11], "--problems"), (["--samples", "9" * 11], "--samples"),
+    (["--instruction", "\udcff"], "UTF-8"), (["--run", "\udcff"], "UTF-8"),
     (["--prompt", "chat"], "chat template"), (["--system", "Be brief."], "--system"),
     (["--preset", "mine"], "mine")]
 
@@ -207,6 +217,25 @@ def test_ctrl_c_is_exit_code_130_and_says_how_to_go_on(capsys):
             raise KeyboardInterrupt
     assert caught.value.code == 130
     assert capsys.readouterr().err == "\nstopped. To continue: this way\n"
+
+
+def test_sigterm_is_like_ctrl_c_while_a_command_runs(capsys):
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as caught:
+        with config.guard(lambda: "To continue: this way"):
+            os.kill(os.getpid(), signal.SIGTERM)
+    assert caught.value.code == 130
+    assert "To continue: this way" in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_developers_see_the_traceback_of_a_mistake():
+    code = "from support.config import guard\nwith guard(): int('x')"
+    for options, shown in (([], False), (["-X", "dev"], True)):
+        done = subprocess.run([sys.executable, *options, "-W", "ignore", "-c", code], cwd=ROOT,
+                              capture_output=True, text=True)
+        assert ("Traceback" in done.stderr) is shown
+        assert "invalid literal" in done.stderr
 
 
 @pytest.mark.parametrize("error", [RuntimeError("a bug"), KeyError("a bug"), AssertionError()])

@@ -1,4 +1,5 @@
 """Two processes on this machine: equal to one where they must be, equal to each other always."""
+import json
 import os
 import subprocess
 import sys
@@ -24,15 +25,23 @@ def test_two_processes_agree_with_one_and_with_each_other(cache, tmp_path):
     assert "rank 0 agrees" in done.stdout
     assert "rank 1 agrees" in done.stdout
     assert_only_one_process_writes(tmp_path)
+    assert_an_evaluation_is_shared(tmp_path, done.stdout)
     assert_an_interrupted_run_says_how_to_go_on(tmp_path, done.stdout)
     assert_a_lost_process_is_noticed_and_one_goes_on(tmp_path, done.stdout)
 
 
 def assert_only_one_process_writes(folder: Path) -> None:
     names = sorted(file.name for file in folder.iterdir())
-    assert names == ["lost", "oracle", "part", "rnd", "whole"]
+    assert names == ["again.json", "lost", "oracle", "part", "rnd", "whole"]
     assert [line["step"] for line in read_lines(folder / "whole" / "evaluations.jsonl")] == [0, 4]
     assert [line["step"] for line in metrics(folder / "whole")] == [1, 2, 3, 4]
+
+
+def assert_an_evaluation_is_shared(folder: Path, output: str) -> None:
+    again = json.loads((folder / "again.json").read_text())
+    own = json.loads((folder / "whole" / "evaluation.json").read_text())
+    assert {**again, "step": 4} == own
+    assert output.count(f"written to {folder / 'again.json'}") == 1
 
 
 def assert_an_interrupted_run_says_how_to_go_on(folder: Path, output: str) -> None:

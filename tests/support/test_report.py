@@ -80,6 +80,23 @@ def test_the_summary_counts_skipped_steps(tmp_path):
     assert "2 of 7 steps were skipped" in summary(tmp_path, NUMBERS, NUMBERS, lines)
 
 
+@pytest.mark.parametrize("shares, word", [([0, 0, 0], "correct"), ([1.0, 1.0], "wrong"),
+                                          ([0, 0.1], None), ([], None)])
+def test_the_summary_says_when_there_was_nothing_to_learn_from(shares, word, tmp_path):
+    lines = [{"step": step, "correct": share} for step, share in enumerate(shares, 1)]
+    text = summary(tmp_path, NUMBERS, NUMBERS, lines)
+    assert (f"no response was ever {word}" in text) is (word is not None)
+    assert ("nothing to learn" in text) is (word is not None)
+
+
+def test_training_problems_in_the_evaluation_are_counted(capsys):
+    problems = [data.Countdown((1, 2, n), 6) for n in range(5)]
+    report.say_overlap(problems[:3], problems[2:])
+    assert "1 of the 3 problems of the evaluation" in capsys.readouterr().err
+    report.say_overlap(problems[:3], problems[3:])
+    assert capsys.readouterr().err == ""
+
+
 def test_numbers_that_json_does_not_know_become_null():
     found = report.only_finite({"a": 1.5, "b": math.nan, "c": math.inf, "d": 3, "e": -math.inf})
     assert found == {"a": 1.5, "b": None, "c": None, "d": 3, "e": None}
@@ -97,8 +114,8 @@ def test_samples_for_people():
                                           response("d", 0.0, 4)]}])
     assert text.startswith("# Samples\n")
     assert text.index("## two") < text.index("## one")  # the most clusters first
-    assert "Right, cluster 0, strategy ++:" in text
-    assert "Wrong, cluster 4:" in text
+    assert "Right, cluster 0 (2 of 3 responses), strategy ++:" in text
+    assert "Wrong, cluster 4 (1 of 3 responses):" in text
     assert "```\nc\n```" in text
     assert "```\nb\n```" not in text  # the right one stands for its cluster
 
@@ -135,10 +152,21 @@ def test_an_evaluations_files(tmp_path):
     assert files.read_tensors(tmp_path / "clustering.safetensors").keys() == {"weight", "bias"}
 
 
+def policy_of(config: Config, base: str):
+    """What a card needs of a policy."""
+    tokenizer = SimpleNamespace(decode=lambda ids: f"prompt {ids}")
+    return SimpleNamespace(config=config, base=base, tokenizer=tokenizer,
+                           encode=lambda problems: [len(each.prompt) for each in problems])
+
+
+PROBLEM = data.Countdown((1, 2, 3), 6)
+
+
 @pytest.mark.parametrize("merged", [True, False])
 def test_a_model_card_says_what_the_model_is(merged, tmp_path):
     config = Config(data="gsm8k", seed=3, alpha=0.5, eval_split="validation")
-    report.write_card(tmp_path, "Qwen/Qwen2.5-1.5B", config, 40, NUMBERS, merged)
+    policy = policy_of(config, "Qwen/Qwen2.5-1.5B")
+    report.write_card(tmp_path, policy, PROBLEM, 40, NUMBERS, merged)
     card = (tmp_path / "README.md").read_text()
     start, header, body = card.split("---\n")
     assert start == ""
@@ -146,15 +174,21 @@ def test_a_model_card_says_what_the_model_is(merged, tmp_path):
     assert "base_model: Qwen/Qwen2.5-1.5B\n" in header
     assert "datasets: [openai/gsm8k]\n" in header
     assert f"library_name: {'transformers' if merged else 'peft'}\n" in header
-    assert "after 40 steps of GRPO and the intrinsic reward `sus`, seed 3, alpha 0.5" in body
+    assert "# Qwen2.5-1.5B, trained with sus on gsm8k\n" in body
+    assert "after 40 steps of GRPO and the intrinsic reward `sus`" in body
+    assert "seed 3, alpha 0.5, kl 0.03" in body
+    assert "from transformers import AutoModelForCausalLM" in body
+    assert "prompt 20" in body
     assert "20 validation problems, 5 responses each at temperature 1.0" in body
     assert row(body, "pass@1 ")[:4] == ["12.5", "(10.0", "to", "15.0"]
     assert ("PeftModel" in body) is not merged
 
 
 def test_a_model_card_names_no_folder_of_this_machine_as_base(tmp_path):
-    report.write_card(tmp_path, str(tmp_path), Config(method="grpo"), 1, NUMBERS, merged=True)
+    policy = policy_of(Config(method="grpo", data=str(tmp_path / "sums.jsonl")), str(tmp_path))
+    report.write_card(tmp_path, policy, PROBLEM, 1, NUMBERS, merged=True)
     card = (tmp_path / "README.md").read_text()
+    assert str(tmp_path.parent) not in card
     assert "base_model:" not in card
     assert "datasets:" not in card
     assert "intrinsic reward" not in card

