@@ -108,6 +108,8 @@ def is_untouched(folder: Path) -> bool:
 
 
 def how_to_continue(config: Config) -> str:
+    if not Path(config.run).exists():
+        return "The run's folder is gone."
     if is_untouched(Path(config.run)):
         return "Nothing was written."
     launcher = f"torchrun --nproc-per-node {parallel.world()} --" if parallel.active else "python"
@@ -170,7 +172,7 @@ def identify(config: Config, model: nn.Module, problems: list) -> dict[str, str]
     fixed = {name: getattr(config, name) for name in sorted(fixed_names(config) - BY_CONTENT)}
     texts = "\n".join(f"{each.prompt} {getattr(each, 'answer', '')}" for each in problems)
     digest = hashlib.sha256(texts.encode(errors="replace")).hexdigest()[:16]
-    return {"base": fingerprint(model), "problems": digest, "settings": json.dumps(fixed)}
+    return {"base": fingerprint(model), "settings": json.dumps(fixed), "problems": digest}
 
 
 def find_step(folder: Path, identity: dict[str, str]) -> int:
@@ -184,9 +186,13 @@ def find_step(folder: Path, identity: dict[str, str]) -> int:
         if "base" in different:
             raise ValueError(f"{folder} was trained on a base model with other weights: put that "
                              "one back (for tiny, --cache names its folder)")
+        if "settings" in different:
+            was, now = json.loads(header["settings"]), json.loads(identity["settings"])
+            changes = [f"{name} is {now[name]}, was {was.get(name)}" for name in now
+                       if now[name] != was.get(name)]
+            raise ValueError(f"{folder / 'config.json'} was changed: {', '.join(changes)}")
         if different:
-            raise ValueError(f"{folder} was started with other {different[0]}: put back its "
-                             f"config.json and data. The checkpoint has {header['settings']}")
+            raise ValueError(f"{folder} was trained on other problems: put its data back")
         return step
     return 0
 

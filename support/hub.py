@@ -85,6 +85,8 @@ class ModelConfig:
 def find_model_folder(path: str | Path) -> Path:
     """A local folder as it is; a hub id is downloaded, or found in the hub's own cache."""
     folder = Path(path)
+    if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
+        raise ValueError(f"{path} is an adapter: name the run's folder, or a whole model")
     if folder.is_dir():
         return folder
     if folder.suffix == ".gguf":

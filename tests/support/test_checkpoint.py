@@ -185,6 +185,7 @@ def test_an_untouched_folder_goes_away_and_a_used_one_stays(tmp_path):
     with checkpoint.run_folder(Config(run=str(tmp_path / "run")), set()) as config:
         assert checkpoint.how_to_continue(config) == "Nothing was written."
     assert not (tmp_path / "run").exists()
+    assert checkpoint.how_to_continue(config) == "The run's folder is gone."
     with pytest.raises(RuntimeError):
         with checkpoint.run_folder(Config(run=str(tmp_path / "a run")), set()) as config:
             (tmp_path / "a run" / "samples.md").touch()
@@ -378,10 +379,10 @@ DAMAGES = [
     (CHECKPOINTS["junk"], "no checkpoint"), (CHECKPOINTS["a tensor missing"], "no checkpoint"),
     (write("config.json", "{"), "JSON"), (write("config.json", "{}"), "--resume"),
     (write("config.json", '{"method": "sus"}'), "version"),
-    (rewrite(nonsense=1), "nonsense"), (rewrite(rank=4), "other settings"),
-    (rewrite(method="grpo"), "other settings"), (rewrite(samples=8), "other settings"),
-    (rewrite(reading="equations"), "other settings"), (rewrite(kl=5.0), '"kl": 0.03'),
-    (rewrite(seed=7), "other problems"), (rewrite(lambda_ss=2.0), '"lambda_ss": 1.0'),
+    (rewrite(nonsense=1), "nonsense"), (rewrite(rank=4), "rank is 4, was 8"),
+    (rewrite(method="grpo"), "method is grpo, was sus"), (rewrite(samples=8), "samples is 8"),
+    (rewrite(reading="equations"), "reading is equations"), (rewrite(kl=5.0), "kl is 5.0"),
+    (rewrite(seed=7), "seed is 7, was 0"), (rewrite(lambda_ss=2.0), "lambda_ss is 2.0, was 1.0"),
     (rewrite(steps="abc"), "steps"), (rewrite(learning_rate=None), "learning_rate"),
     (rewrite(samples=1), "samples"), (rewrite(seed="x"), "seed"), (rewrite(model=None), "model"),
     (rewrite(dtype="int8"), "dtype"), (rewrite(kl=float("nan")), "kl"),
