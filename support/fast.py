@@ -90,17 +90,14 @@ class FusedLogprobs(torch.autograd.Function):
         logprobs = hidden.new_empty(len(hidden), dtype=torch.float32)
         slopes = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         size = max(1, LOGITS_AT_ONCE // len(head))
-        room = head.new_empty(min(size, len(hidden)), len(head))  # touching new memory is slow
         for i in range(0, len(hidden), size):
-            rows, target = slice(i, i + size), targets[i:i + size]
-            logits = torch.mm(hidden[rows], head.t(), out=room[:len(target)])  # (size, V)
-            logits = logits.float().div_(temperature)
-            total = logits.logsumexp(1)
-            logprobs[rows] = logits.gather(1, target[:, None])[:, 0] - total
+            rows, target = slice(i, i + size), targets[i:i + size, None]  # (size, 1)
+            logits = F.linear(hidden[rows], head).float().div_(temperature)  # (size, V)
+            every = F.log_softmax(logits, dim=1)
+            logprobs[rows] = every.gather(1, target)[:, 0]
             if slopes is not None:
                 # softmax - onehot, in fp32: for a nearly sure token it is a small difference.
-                slope = logits.sub_(total[:, None]).exp_()
-                slope[torch.arange(len(target), device=target.device), target] -= 1
+                slope = every.exp_().scatter_add_(1, target, -torch.ones_like(target).float())
                 slopes[rows] = slope.to(head.dtype) @ head / -temperature
         ctx.save_for_backward(slopes)
         return logprobs
