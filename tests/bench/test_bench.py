@@ -45,7 +45,8 @@ def test_a_side_answers_each_time_and_ends_with_its_iterator(config, tmp_path):
     assert [answer["step"] for answer in answers] == [1, 2]
     for answer in answers:
         assert answer["tokens"] == 6
-        assert 0 < answer["seconds_intrinsic"] < answer["seconds_sus"] < answer["seconds"]
+        assert 0 < answer["seconds_intrinsic"] < answer["seconds_sus"]
+        assert answer["seconds_intrinsic"] < answer["seconds"]
     if Path("/proc/self/status").exists():
         assert 0.1 < answer["gigabytes"] < 10
     process = turns.gi_frame.f_locals["process"]
