@@ -180,11 +180,25 @@ def test_a_run_that_never_recovers_stops_with_advice(cache, tmp_path, monkeypatc
     assert len(metrics(tmp_path / "run")) == 5
 
 
+def test_a_run_that_recovers_every_time_goes_on(cache, tmp_path, monkeypatch):
+    """More bad steps than a run may have in a row, but never so many in a row."""
+    original, losses = grpo.accumulate_gradient, []
+
+    def sometimes_broken(*arguments):
+        metrics = original(*arguments)
+        losses.append(metrics["loss"])
+        return metrics if len(losses) % 3 == 0 else {**metrics, "loss": torch.nan}
+    monkeypatch.setattr(grpo, "accumulate_gradient", sometimes_broken)
+    folder = run(tmp_path / "run", cache, "--steps", "9", "--method", "grpo")
+    assert [line["skipped"] for line in metrics(folder)] == [1, 1, 0] * 3
+
+
 @pytest.mark.parametrize("gate", ["mixed", "none"])
 @pytest.mark.parametrize("kind, tokens", [("cut off", 2), ("one token", 1), ("identical", 32),
                                           ("empty", 32)])
 def test_degenerate_groups_train_without_nan(kind, tokens, gate, cache, tmp_path, monkeypatch):
-    """All cut off, all equal, or all empty but for their end token."""
+    """All cut off, all equal, or all empty but for their end token. No group is partly right, so
+    behind the gate `mixed` nothing is learned."""
     original = sample.generate
 
     def degenerate(*arguments):
@@ -204,3 +218,7 @@ def test_degenerate_groups_train_without_nan(kind, tokens, gate, cache, tmp_path
     assert all_finite(folder)
     for line in metrics(folder):
         assert line["skipped"] == 0 and None not in line.values()
+        assert line["zero_signal"] == 1
+    learned = any(value.any() for name, value in adapter(folder).items() if "lora_B" in name)
+    if gate == "mixed" or kind == "cut off":
+        assert learned is (gate == "none")

@@ -200,6 +200,14 @@ def test_the_same_seed_gives_the_same_evaluation_and_another_does_not(tiny_polic
     assert first.metrics["cluster_entropy"] != other.metrics["cluster_entropy"]
 
 
+def test_every_batch_has_random_numbers_of_its_own(tiny_policy):
+    config = replace(tiny_policy.config, eval_samples=2)
+    problems = data.load("countdown", "test", 1) * 64  # two batches of the same problem
+    records = evaluate.evaluate(tiny_policy, problems, config).records
+    texts = [[response["text"] for response in record["responses"]] for record in records]
+    assert texts[:32] != texts[32:]
+
+
 def test_records_say_what_each_response_is(tiny_policy):
     config = replace(tiny_policy.config, eval_samples=4)
     problems = data.load("countdown", "test", 5)

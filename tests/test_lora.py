@@ -112,7 +112,7 @@ def test_merging_keeps_the_function_and_restores_the_bits(dtype):
 
 
 def test_adapters_are_fp32_on_any_base_and_only_they_learn():
-    model = lora.apply(small_model().to(torch.bfloat16))
+    model = lora.apply(small_model().to(torch.bfloat16).requires_grad_(True))
     assert all(parameter.dtype == torch.float32 for parameter in lora.parameters(model).values())
     model(IDS).float().square().sum().backward()
     learning = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -151,6 +151,15 @@ def test_the_seed_decides_about_fresh_adapters():
     for name, parameter in first.items():
         assert torch.equal(parameter, same[name])
         assert torch.equal(parameter, other[name]) == name.endswith("lora_B.weight")
+
+
+def test_a_fresh_adapter_is_drawn_as_pefts():
+    """A is uniform between -1 / sqrt(in) and 1 / sqrt(in), B is zero."""
+    for layer in lora.layers(lora.apply(small_model(), 16)).values():
+        scaled = layer.lora_A * layer.in_features ** 0.5
+        assert 0.97 < scaled.abs().max() <= 1
+        assert abs(scaled.std().item() - 3 ** -0.5) < 0.05
+        assert not layer.lora_B.any()
 
 
 def test_a_saved_adapter_comes_back_bit_for_bit(tmp_path):

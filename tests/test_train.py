@@ -461,6 +461,9 @@ def test_the_learning_rate_rises_over_the_first_steps(make_run, monkeypatch):
     moves = torch.cat([(value - before[name]).abs().flatten()
                        for name, value in run.adapters.items()])
     assert moves.max().item() == pytest.approx(0.001, rel=0.01)
+    # While B is zero, A has no gradient: there is no weight decay, so it stays as it is.
+    assert all(torch.equal(value, before[name]) for name, value in run.adapters.items()
+               if "lora_A" in name)
     later = [Watched(run, step, monkeypatch) for step in (1, 4, 5, 6, 300)]
     rates = [0.001, 0.002, 0.005, 0.006, 0.006, 0.006]
     assert [watched.rates[0] for watched in (first, *later)] == pytest.approx(rates)
@@ -477,6 +480,28 @@ def test_a_step_moves_adapters_and_nothing_of_the_base(make_run, monkeypatch):
     for name, value in run.adapters.items():
         assert "lora_A" in name or value.any(), f"{name} is still zero"
         assert value.grad is None
+
+
+def test_random_numbers_follow_from_the_seed_the_use_and_the_step(make_run):
+    runs = [make_run(method="grpo", seed=seed) for seed in (0, 1)]
+    draws = [torch.rand(1, generator=run.generator(use, number)).item()
+             for run in runs for use in ("rollout", "views") for number in (0, 1)]
+    assert len(set(draws)) == 8
+    assert draws[0] == torch.rand(1, generator=runs[0].generator("rollout", 0)).item()
+
+
+def test_responses_are_sampled_at_the_runs_temperature(make_run):
+    run = make_run(method="grpo", temperature=0.5)
+    _, prompts = run.batch(0)
+    rollout, _ = run.roll_out(prompts, "rollout", 0)
+    with torch.no_grad():
+        expected = grpo.score(run.model, prompts, rollout.ids, rollout.mask(), 0.5)
+    torch.testing.assert_close(rollout.logprobs, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_recompute_reaches_the_model(make_run):
+    assert make_run(method="grpo", recompute=True).model.recompute is True
+    assert make_run(method="grpo").model.recompute is False
 
 
 def test_batches_cover_every_problem_once_per_epoch(make_run):
