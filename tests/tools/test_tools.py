@@ -9,6 +9,7 @@ import pytest
 
 import data
 import evaluate
+from tools import mutants
 
 TOOLS = Path(__file__).parents[2] / "tools"
 
@@ -83,3 +84,19 @@ def test_a_gguf_file_is_told_where_to_go(tmp_path, capsys):
     with pytest.raises(SystemExit):
         evaluate.main([str(tmp_path / "model.gguf")])
     assert "tools/convert_gguf.py" in capsys.readouterr().err
+
+
+def test_every_mutant_breaks_one_place_and_is_still_python():
+    assert len(mutants.MUTANTS) >= 85
+    assert {file for file, _, _ in mutants.MUTANTS} == set(mutants.TESTS)
+    assert len(set(mutants.MUTANTS)) == len(mutants.MUTANTS)
+    for file, old, new in mutants.MUTANTS:
+        text = mutants.break_text(file, old, new)
+        assert text != (mutants.ROOT / file).read_text()
+        compile(text, file, "exec")
+
+
+def test_a_mutant_that_fits_nowhere_or_twice_is_named():
+    for old in ("no such line", "def "):
+        with pytest.raises(ValueError, match=f"grpo.py: '{old}' occurs .* expected once"):
+            mutants.break_text("grpo.py", old, "")
