@@ -7,6 +7,7 @@ and, where it has them,
     question, instruction: str            what a chat model is asked, and how it should answer
     valid(response) -> bool               is it a legal attempt, right or wrong?
     strategy_of(response) -> str | None   the true strategy, for measurement (and the oracle) only
+    strategies: set[str]                  every strategy that solves it, for measurement only
 
 Countdown is built in: combine every given number once, with + - *, to reach a target.
     use 3,8,5 to make 19:   ->   8*3=24;24-5=19
@@ -23,6 +24,7 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property, partial
+from itertools import permutations
 from pathlib import Path
 
 from support import parallel
@@ -34,7 +36,8 @@ DIGITS = "(0|[1-9][0-9]{0,4})"
 STEP = re.compile(f"{DIGITS}([-+*]){DIGITS}={DIGITS}")
 LARGEST_NUMBER, LARGEST_RESULT = 15, 99
 SPLITS = ("test", "validation", *["train"] * 6)  # a problem's hash decides its place in this list
-COUNTDOWN = {"countdown": 3, "countdown4": 4}  # task: how many numbers
+# task: how many numbers, and how many kinds of solution (sets of operators) each problem must have
+COUNTDOWN = {"countdown": (3, 1), "countdown4": (4, 1), "countdown-many": (3, 2)}
 COUNTDOWN_TRAINING = 3000  # training problems
 
 
@@ -85,6 +88,25 @@ class Countdown:
         played = self.play(response)
         return played and played[0]
 
+    @cached_property
+    def strategies(self) -> set[str]:
+        """Every strategy that solves this problem."""
+        return {operators for operators, result in all_plays(self.numbers) if result == self.target}
+
+
+def all_plays(numbers: tuple[int, ...]) -> set[tuple[str, int]]:
+    """(operators in order, result) of every legal play of these numbers."""
+    if len(numbers) == 1:
+        return {("", numbers[0])}
+    plays = set()
+    for i, j in permutations(range(len(numbers)), 2):
+        rest = tuple(number for k, number in enumerate(numbers) if k not in (i, j))
+        for operator, apply in OPERATORS.items():
+            result = apply(numbers[i], numbers[j])
+            if result >= 0:
+                plays |= {(operator + later, last) for later, last in all_plays((*rest, result))}
+    return plays
+
 
 def random_play(numbers: tuple[int, ...], rng: random.Random,
                 operators: str = "+-*") -> tuple[str, int]:
@@ -104,14 +126,17 @@ def random_play(numbers: tuple[int, ...], rng: random.Random,
             return ";".join(steps), result
 
 
-def random_problem(size: int, rng: random.Random) -> Countdown:
+def random_problem(size: int, rng: random.Random, kinds: int = 1) -> Countdown:
     """The target is where a random play that prefers + ends.
 
     Adding all numbers solves one training problem in three, more than any other strategy does,
     which tempts a policy to do nothing else.
     """
-    numbers = tuple(rng.randint(1, LARGEST_NUMBER) for _ in range(size))
-    return Countdown(numbers, random_play(numbers, rng, "+++--**")[1])
+    while True:
+        numbers = tuple(rng.randint(1, LARGEST_NUMBER) for _ in range(size))
+        problem = Countdown(numbers, random_play(numbers, rng, "+++--**")[1])
+        if kinds == 1 or len({"".join(sorted(way)) for way in problem.strategies}) >= kinds:
+            return problem
 
 
 def split_of(key: str) -> str:
@@ -119,20 +144,20 @@ def split_of(key: str) -> str:
     return SPLITS[hashlib.sha256(key.encode()).digest()[0] % len(SPLITS)]
 
 
-def countdown(split: str, count: int, seed: int, size: int) -> list[Countdown]:
-    """Solvable problems of one split. Common ones repeat in training; elsewhere all are different,
-    and there are only as many as 10,000 draws in a row can find."""
+def countdown(split: str, count: int, seed: int, size: int, kinds: int) -> list[Countdown]:
+    """Solvable problems of one split. In training, and in test-drawn, common ones repeat; elsewhere
+    all are different, and there are only as many as 10,000 draws in a row can find."""
     rng = random.Random(f"countdown {split} {size} {seed}")
     problems, seen, misses = [], set(), 0
     while len(problems) < (count or COUNTDOWN_TRAINING) and misses < 10_000:
-        problem = random_problem(size, rng)
+        problem = random_problem(size, rng, kinds)
         key = f"{sorted(problem.numbers)} {problem.target}"  # the same in any order
         misses += 1
-        if split_of(key) != split or key in seen:
+        if split_of(key) != split.removesuffix("-drawn") or key in seen:
             continue
         problems.append(problem)
         misses = 0
-        if split != "train":
+        if split in ("validation", "test"):
             seen.add(key)
     return problems
 
@@ -235,9 +260,9 @@ def load(name: str, split: str, count: int = 0, seed: int = 0) -> list:
     """At most `count` problems of a task's train, validation or test split, 0 for all (of
     Countdown's endless training problems 3,000); the same ones for the same seed."""
     if name in COUNTDOWN:
-        problems = countdown(split, count, seed, COUNTDOWN[name])
+        problems = countdown(split, count, seed, *COUNTDOWN[name])
     else:
-        problems = list(find_task(name)(split))
+        problems = list(find_task(name)(split.removesuffix("-drawn")))
         random.Random(f"{split} {seed}").shuffle(problems)
     if not problems:
         raise ValueError(f"{name} has no {split} problems: a folder needs a file {split}.jsonl, a "

@@ -30,7 +30,7 @@ SHAPES = {"tiny": tiny.CONFIG, "Qwen/Qwen2.5-1.5B": {
     "model_type": "qwen2", "vocab_size": 151936, "hidden_size": 1536, "intermediate_size": 8960,
     "num_hidden_layers": 28, "num_attention_heads": 12, "num_key_value_heads": 2,
     "max_position_embeddings": 131072, "tie_word_embeddings": True}}
-PROMPT_TOKENS = {"countdown": 9, "countdown4": 11}
+PROMPT_TOKENS = {"countdown": 9, "countdown4": 11, "countdown-many": 9}
 QUESTION_TOKENS = 150  # of a word problem's prompt
 # Bytes that autograd keeps per token and layer, for each unit of the hidden size, the queries, the
 # keys and values, the intermediate size and the rank; counted from the tensors that it saves.

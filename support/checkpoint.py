@@ -29,7 +29,8 @@ except ImportError:  # Windows: runs are not locked
 CHANGEABLE = {"run", "resume", "steps", "checkpoint_every", "device", "eval_every", "cache",
               "micro_batch", "recompute", "dry_run", "wandb", "tensorboard"}
 BY_CONTENT = {"model", "data"}  # their weights and problems are compared, not their names
-NAMES = {"tiny", "countdown", "countdown4", "gsm8k"}  # of a model or a task, not of a folder
+# Names of a model or a task, not of a folder.
+NAMES = {"tiny", "countdown", "countdown4", "countdown-many", "gsm8k"}
 OWN_FILES = {"config.json", "lock"}  # what a run folder holds before the first evaluation
 
 

@@ -3,7 +3,8 @@
 It is pretrained from scratch on random legal plays, one in five of which ends on the target in its
 prompt. So it knows the notation and the arithmetic, uses all strategies, is right now and then, and
 hardly knows which target asks for which strategy. Its share of winning plays (TARGET_SHARE) was
-chosen so that plain GRPO loses its strategies; RESULTS.md says what follows from that.
+chosen so that plain GRPO loses its strategies; RESULTS.md says what follows from that. The base
+model of countdown-many knows more.
 
 The result is an ordinary Hugging Face folder, so the tiny model and a downloaded one take the same
 path through the code.
@@ -35,7 +36,8 @@ CONFIG = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_s
           "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_act": "silu",
           "max_position_embeddings": 128, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
           "tie_word_embeddings": True, "eos_token_id": 1, "pad_token_id": 0}
-TARGET_SHARE = 0.08  # chance brings the share of plays that reach their target to 0.2
+# Plays whose prompt asks for what they reach; chance brings the first share to 0.2.
+TARGET_SHARE = {"countdown": 0.08, "countdown4": 0.3, "countdown-many": 0.5}
 STEPS, BATCH, LEARNING_RATE, WARMUP = 1000, 128, 3e-3, 50
 
 
@@ -58,7 +60,7 @@ def find_tiny(task: str, cache: Path, seed: int = 0, may_build: bool = True) -> 
     if not may_build:
         raise ValueError(f"{folder} is gone, the base model of this run: put it back, or say with "
                          "--cache where it is")
-    return build(folder, data.COUNTDOWN[task], seed=seed)
+    return build(folder, task, seed=seed)
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -69,13 +71,13 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, pad_token=PAD)
 
 
-def make_batch(tokenizer, size: int, count: int, rng: random.Random) -> tuple[Tensor, Tensor]:
+def make_batch(tokenizer, task: str, count: int, rng: random.Random) -> tuple[Tensor, Tensor]:
     """-> ids and targets (count, T), -100 where there is no response token to predict."""
     prompts, plays = [], []
     for _ in range(count):
-        problem = data.random_problem(size, rng)
+        problem = data.random_problem(data.COUNTDOWN[task][0], rng)
         play, result = data.random_play(problem.numbers, rng)
-        if rng.random() < TARGET_SHARE:
+        if rng.random() < TARGET_SHARE[task]:
             problem = data.Countdown(problem.numbers, result)
         prompts.append(problem.prompt)
         plays.append(play + EOS)
@@ -98,10 +100,10 @@ def initialise(model: Transformer, generator: torch.Generator) -> None:
             parameter.data.zero_()
 
 
-def build(folder: Path, size: int = 3, steps: int = STEPS, seed: int = 0) -> Path:
-    """Pretrain on plays of `size` numbers and save; two or three minutes on two cores."""
+def build(folder: Path, task: str = "countdown", steps: int = STEPS, seed: int = 0) -> Path:
+    """Pretrain on plays and save; two or three minutes on two cores."""
     folder.mkdir(parents=True, exist_ok=True)  # a bad place should fail now, not after the training
-    tokenizer, rng = make_tokenizer(), random.Random(f"tiny {size} {seed}")
+    tokenizer, rng = make_tokenizer(), random.Random(f"tiny {data.COUNTDOWN[task][0]} {seed}")
     model = accelerate(Transformer(hub.ModelConfig.from_dict(CONFIG)))
     initialise(model, torch.Generator().manual_seed(seed))
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98),
@@ -112,7 +114,7 @@ def build(folder: Path, size: int = 3, steps: int = STEPS, seed: int = 0) -> Pat
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     bar = tqdm(range(steps), "building the tiny base model")
     for _ in bar:
-        ids, targets = make_batch(tokenizer, size, BATCH, rng)
+        ids, targets = make_batch(tokenizer, task, BATCH, rng)
         loss = F.cross_entropy(model(ids).flatten(0, 1), targets.flatten())
         optimizer.zero_grad()
         loss.backward()

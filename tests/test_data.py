@@ -87,6 +87,40 @@ def test_the_judge_agrees_with_brute_force():
             assert problem.judge(response) == (result == problem.target)
 
 
+@pytest.mark.parametrize("task, count", [("countdown", 60), ("countdown4", 6)])
+def test_the_solver_finds_every_strategy(task, count):
+    for problem in data.load(task, "test", count):
+        expected = set()
+        for steps, result in plays(list(problem.numbers)):
+            if result == problem.target:
+                expected.add(problem.strategy_of(";".join(steps)))
+        assert problem.strategies == expected
+        assert expected
+
+
+def test_problems_of_many_kinds_have_solutions_that_are_no_mere_reorderings():
+    problems = data.load("countdown-many", "validation", 40)
+    for problem in problems:
+        assert len(problem.numbers) == 3
+        assert len({"".join(sorted(way)) for way in problem.strategies}) >= 2
+    keys = {key_of(problem) for problem in problems}
+    assert not keys & {key_of(problem) for problem in data.load("countdown-many", "train", 500)}
+
+
+def test_drawn_test_problems_repeat_like_training_problems_and_are_test_problems():
+    once, drawn, train = (data.load("countdown", split, 1500)
+                          for split in ("test", "test-drawn", "train"))
+    new = {key_of(problem) for problem in drawn} - {key_of(problem) for problem in once}
+    assert len(new) < 10  # of those that 10,000 draws in a row did not find
+    assert not new & {key_of(problem) for problem in train}
+    assert len({key_of(problem) for problem in drawn}) < 0.5 * len(drawn)
+
+    def share_of_sums(problems):
+        return sum(sum(problem.numbers) == problem.target for problem in problems) / len(problems)
+    assert abs(share_of_sums(drawn) - share_of_sums(train)) < 0.05
+    assert share_of_sums(once) < share_of_sums(train) - 0.05
+
+
 def test_random_plays_are_legal_and_cover_all_strategies():
     rng, strategies = random.Random(0), set()
     for size in (3, 4):
@@ -279,7 +313,7 @@ def test_a_malformed_line_is_named(tmp_path, line, words):
 
 
 @pytest.mark.parametrize("name, words", [
-    ("chess", "expected countdown, countdown4, gsm8k, a JSONL file or folder"),
+    ("chess", "expected countdown, countdown4, countdown-many, gsm8k, a JSONL file or"),
     ("missing.jsonl", "expected countdown"), ("", "expected countdown"),
     ("json:", "expected countdown"), ("/dev/null", "no train problems"),
     ("json:nothing", "cannot be imported"), ("no_such_module:f", "cannot be imported"),
