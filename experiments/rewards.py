@@ -4,7 +4,24 @@ A reward is a function (signals, config) -> r_int (B, G), or a class for one tha
 something: a module that is made with (size of the features, config), called like such a function,
 and whose state_dict goes into the checkpoint. The gate, alpha and the logging are train.py's work.
 
+Rivals and controls of SuS's second part, which look at correctness alone:
+    passk        Chen et al. 2025, arXiv 2508.10751: Pass@k training, k = 4
+                 (--bonus added --gate none --alpha 1 --alpha-decay 0)
+    focal        1 - the group's accuracy: the success surprise without a network
+of its first part, which tell the correct responses of a group apart:
     novelty      distance to the group's other correct responses
+    repository   Kashirskiy and Makarov, March 2026: novelty times difficulty, nothing learned
+    elliptical   2510.11686: leverage of the frozen features in their group
+    unlikeliness He et al. 2025, 2506.02355: rank of a response's probability
+                 (--bonus added --alpha 0.25 --alpha-decay 0)
+    smoothing    Gai et al. 2025, 2511.19942: improbable if right, probable if wrong
+                 (--bonus added --gate group)
+of both:
+    ss_focal     SS plus focal
+    shuffled     SuS's bonuses, dealt out at random among the responses that earn
+    flat         their mean for each
+    random_embeddings    SuS with random unit vectors in place of z_post
+and others:
     icm          Pathak et al. 2017: error of the forward model M; needs --reading equations
     rnd          Burda et al. 2018: error of distilling a random network
     count        Bellemare et al. 2016: 1 / sqrt(running share) of the embedding's cluster
@@ -12,13 +29,15 @@ and whose state_dict goes into the checkpoint. The gate, alpha and the logging a
     oracle       minus log of the *true* strategy's running share: only to compare with
 """
 import json
+from dataclasses import replace
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from reward import Signals
+from reward import Signals, gate, ss_only, sus
+from sample import seeded
 from strategy import DIMENSION, LEARNING_RATE, Standardise, mlp
 from support import parallel
 from support.checkpoint import Learner
@@ -26,15 +45,129 @@ from support.clustering import CLUSTERS, k_means, nearest, spread_centres
 from support.config import Config
 
 DECAY = 0.9  # each batch weighs this much of what the next one weighs
+PASS_K = 4
+
+
+def pack(table: dict) -> Tensor:
+    """A table as a tensor, for a checkpoint."""
+    return torch.tensor(list(json.dumps(table).encode()), dtype=torch.uint8)
+
+
+def unpack(state: Tensor) -> dict:
+    return json.loads(bytes(state.tolist()))
+
+
+def passk(signals: Signals, config: Config) -> Tensor:
+    """A wrong response is paid the chance that k - 1 others of its group hold a right one.
+
+    Centred in its group, c plus this is the paper's advantage before its division.
+    """
+    G = signals.correct.shape[1]
+    wrong = (1 - signals.correct).sum(1, keepdim=True)
+    all_wrong = torch.ones_like(wrong)  # the chance that k - 1 others are all wrong
+    for j in range(PASS_K - 1):
+        all_wrong = all_wrong * ((wrong - 1 - j) / (G - 1 - j)).clamp(min=0)
+    return (1 - signals.correct) * (1 - all_wrong)
+
+
+def focal(signals: Signals, config: Config) -> Tensor:
+    """1 - the group's accuracy."""
+    return (1 - signals.correct.mean(1, keepdim=True)).expand_as(signals.correct)
+
+
+def ss_focal(signals: Signals, config: Config) -> Tensor:
+    return ss_only(signals, config) + config.lambda_sus * focal(signals, config)
+
+
+def unlikeliness(signals: Signals, config: Config) -> Tensor:
+    """- rank / G of a response's probability in its group; rank 0 is the least likely."""
+    rank = signals.logprobs.sum(-1).argsort(1).argsort(1)
+    return -rank.float() / signals.correct.shape[1]
+
+
+def smoothing(signals: Signals, config: Config) -> Tensor:
+    """- log pi of a correct response, + log pi of a wrong one."""
+    total = signals.logprobs.sum(-1)
+    return torch.where(signals.correct > 0, -total, total)
+
+
+def elliptical(signals: Signals, config: Config) -> Tensor:
+    """h^T (I + H^T H)^-1 h of the centred, normalised frozen features of a group, (B, G)."""
+    response = signals.features.response
+    h = F.normalize(response - response.mean(1, keepdim=True), dim=-1)
+    identity = torch.eye(h.shape[1], device=h.device)
+    inverse = torch.linalg.inv(h @ h.transpose(1, 2) + identity)
+    return 1 - inverse.diagonal(dim1=1, dim2=2)
+
+
+def random_of(signals: Signals, config: Config) -> torch.Generator:
+    """Random numbers that a resumed run draws again."""
+    return seeded(config.seed, *signals.responses)
+
+
+def shuffled(signals: Signals, config: Config) -> Tensor:
+    """Each of SuS's bonuses goes to a random one of the responses that earn."""
+    bonus = sus(signals, config)
+    earns = gate(signals.correct, config.gate) > 0
+    paid = bonus[earns]
+    order = torch.randperm(len(paid), generator=random_of(signals, config))
+    return bonus.masked_scatter(earns, paid[order.to(paid.device)])
+
+
+def flat(signals: Signals, config: Config) -> Tensor:
+    """Every response that earns gets their mean."""
+    bonus = sus(signals, config)
+    earns = gate(signals.correct, config.gate)
+    mean = (bonus * earns).sum() / earns.sum().clamp(min=1)
+    return torch.full_like(bonus, mean.item())
+
+
+def random_embeddings(signals: Signals, config: Config) -> Tensor:
+    """SuS of random strategies."""
+    z = torch.randn(signals.z_post.shape, generator=random_of(signals, config))
+    return sus(replace(signals, z_post=F.normalize(z, dim=-1).to(signals.z_post)), config)
+
+
+def distances(z: Tensor, correct: Tensor, alone: float) -> Tensor:
+    """Mean distance 1 - cos (B, G) of each response to the group's other correct ones."""
+    z = F.normalize(z, dim=-1)
+    distance = 1 - z @ z.transpose(1, 2)  # (B, G, G)
+    itself = torch.eye(distance.shape[1], device=distance.device)
+    others = correct[:, None, :] * (1 - itself)
+    count = others.sum(-1)
+    return torch.where(count > 0, (distance * others).sum(-1) / count.clamp(min=1), alone)
 
 
 def novelty(signals: Signals, config: Config) -> Tensor:
-    """Mean distance 1 - cos of a response's embedding to the group's other correct responses."""
-    z = F.normalize(signals.z_post, dim=-1)
-    distance = 1 - z @ z.transpose(1, 2)  # (B, G, G)
-    itself = torch.eye(distance.shape[1], device=distance.device)
-    others = signals.correct[:, None, :] * (1 - itself)
-    return (distance * others).sum(-1) / others.sum(-1).clamp(min=1)
+    """Mean distance of a response's embedding to the group's other correct responses."""
+    return distances(signals.z_post, signals.correct, alone=0.0)
+
+
+class repository(nn.Module):
+    """The authors' reward since March 2026: novelty * (1 - running accuracy of the problem).
+
+    Their features are a frozen sentence encoder's (--encoder), here by default the base model's.
+    """
+
+    def __init__(self, size: int, config: Config):
+        super().__init__()
+        self.accuracy: dict[str, float] = {}
+
+    def get_extra_state(self) -> Tensor:
+        return pack(self.accuracy)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.accuracy = unpack(state)
+
+    def forward(self, signals: Signals, config: Config) -> Tensor:
+        prompts = [problem.prompt for problem in signals.problems]
+        old = [self.accuracy.get(prompt, 0.5) for prompt in prompts]
+        shares = parallel.gather_lists(signals.correct.mean(1).tolist())
+        for prompt, share in zip(parallel.gather_lists(prompts), shares):
+            running = self.accuracy.get(prompt, 0.5)
+            self.accuracy[prompt] = running + 0.1 * (share - running)
+        difficulty = 1 - signals.correct.new_tensor(old)[:, None]
+        return difficulty * distances(signals.features.response, signals.correct, alone=1.0)
 
 
 def icm(signals: Signals, config: Config) -> Tensor:
@@ -106,6 +239,25 @@ class uniqueness(Clusters):
         return 1 / (same * signals.correct[:, None, :]).sum(-1).clamp(min=1)
 
 
+def true_strategies(signals: Signals, config: Config) -> list[str | None]:
+    """Only for the oracles."""
+    if not hasattr(signals.problems[0], "strategy_of"):
+        raise ValueError(f"--method {config.method} reads true strategies, which {config.data} "
+                         "does not have: choose another method")
+    G = signals.correct.shape[1]
+    return [signals.problems[n // G].strategy_of(text) for n, text in enumerate(signals.responses)]
+
+
+def group_oracle(signals: Signals, config: Config) -> Tensor:
+    """1 / correct responses of the group with the same *true* strategy."""
+    B, G = signals.correct.shape
+    labels = true_strategies(signals, config)
+    same = [[labels[b * G + i] == labels[b * G + j] for j in range(G)]
+            for b in range(B) for i in range(G)]
+    same = torch.tensor(same).view(B, G, G).to(signals.correct)
+    return 1 / (same * signals.correct[:, None, :]).sum(-1).clamp(min=1)
+
+
 class oracle(nn.Module):
     """- log of the running share of the response's true strategy, 0 where it has none."""
 
@@ -114,18 +266,13 @@ class oracle(nn.Module):
         self.counts: dict[str, float] = {}
 
     def get_extra_state(self) -> Tensor:
-        return torch.tensor(list(json.dumps(self.counts).encode()), dtype=torch.uint8)
+        return pack(self.counts)
 
     def set_extra_state(self, state: Tensor) -> None:
-        self.counts = json.loads(bytes(state.tolist()))
+        self.counts = unpack(state)
 
     def forward(self, signals: Signals, config: Config) -> Tensor:
-        if not hasattr(signals.problems[0], "strategy_of"):
-            raise ValueError("--method experiments.rewards:oracle reads true strategies, which "
-                             f"{config.data} does not have: choose another method")
-        G = signals.correct.shape[1]
-        labels = [signals.problems[n // G].strategy_of(text)
-                  for n, text in enumerate(signals.responses)]
+        labels = true_strategies(signals, config)
         self.counts = {label: DECAY * count for label, count in self.counts.items()}
         for label in parallel.gather_lists(labels):
             if label is not None:

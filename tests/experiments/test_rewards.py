@@ -18,7 +18,9 @@ from support.config import Config
 
 ADD, OTHER = "3+8=11;11+5=16", "8*3=24;24-5=19"  # strategies ++ and *-
 PROBLEM = Countdown((3, 8, 5), 16)
-MEMORIES = ["rnd", "count", "uniqueness", "oracle"]
+MEMORIES = ["rnd", "count", "uniqueness", "oracle", "repository"]
+FUNCTIONS = ["novelty", "icm", "passk", "focal", "ss_focal", "unlikeliness", "smoothing",
+             "elliptical", "shuffled", "flat", "random_embeddings", "group_oracle"]
 
 
 def axes(*numbers: int) -> torch.Tensor:
@@ -51,14 +53,116 @@ def random_signals(number: int) -> Signals:
              for kind in torch.randint(4, (20,), generator=generator).tolist()]
     return make_signals(
         correct=torch.rand(4, 5, generator=generator).round(), problems=[PROBLEM] * 4,
-        responses=texts, features=features, z_post=nn.functional.normalize(z_post, dim=-1))
+        responses=texts, features=features, z_post=nn.functional.normalize(z_post, dim=-1),
+        z_pre=axes(0)[None].expand(4, 1, DIMENSION), success=torch.full((4, 1), 0.3))
 
 
-@pytest.mark.parametrize("name", ["novelty", "icm", *MEMORIES])
+@pytest.mark.parametrize("name", [*FUNCTIONS, *MEMORIES])
 def test_every_reward_is_found_by_its_flag(name):
     found = reward.find_method(f"experiments.rewards:{name}")
     assert found is getattr(rewards, name)
     assert isinstance(found, type) is (name in MEMORIES)  # train.py makes an object of a class
+
+
+def test_pass_at_k_training_pays_wrong_responses_the_chance_of_company():
+    """With c added, and centred in the group, the advantages of Chen et al. before division."""
+    G, k = 8, rewards.PASS_K
+    for right in range(G + 1):
+        correct = torch.tensor([[1.0] * right + [0.0] * (G - right)])
+        signals = make_signals(correct=correct)
+        paid = correct + rewards.passk(signals, Config())
+        wrong = G - right
+        R = 1 - math.comb(wrong, k) / math.comb(G, k)
+        company = 1 - math.comb(max(wrong - 1, 0), k - 1) / math.comb(G - 1, k - 1)
+        expected = torch.tensor([[1.0] * right + [company] * wrong])
+        torch.testing.assert_close(paid, expected)
+        assert paid.mean().item() == pytest.approx(R, abs=1e-6)
+
+
+def test_focal_is_the_share_of_wrong_responses_of_the_group():
+    bonus = rewards.focal(make_signals(), Config())
+    torch.testing.assert_close(bonus, torch.tensor([[1 / 3] * 3, [1.0] * 3]))
+    both = rewards.ss_focal(make_signals(), Config(lambda_ss=2.0, lambda_sus=3.0))
+    expected = torch.tensor([[0.0, 2.0, 0.0], [2.0, 2.0, 2.0]]) + 3 * bonus
+    torch.testing.assert_close(both, expected)
+
+
+LOGPROBS = torch.tensor([[[-1.0, -1.0], [-3.0, 0.0], [-0.5, 0.0]],
+                         [[-1.0, 0.0], [-2.0, 0.0], [-3.0, 0.0]]])
+
+
+def test_unlikeliness_ranks_by_the_probability_of_the_whole_response():
+    bonus = rewards.unlikeliness(make_signals(logprobs=LOGPROBS), Config())
+    ranks = torch.tensor([[1.0, 0.0, 2.0], [2.0, 1.0, 0.0]])
+    torch.testing.assert_close(bonus, -ranks / 3)
+
+
+def test_smoothing_pays_the_improbable_if_right_and_the_probable_if_wrong():
+    bonus = rewards.smoothing(make_signals(logprobs=LOGPROBS), Config())
+    torch.testing.assert_close(bonus, torch.tensor([[2.0, 3.0, -0.5], [-1.0, -2.0, -3.0]]))
+
+
+def test_the_elliptical_bonus_is_the_leverage_of_a_response_in_its_group():
+    signals = random_signals(0)
+    bonus = rewards.elliptical(signals, Config())
+    for b, group in enumerate(signals.features.response):
+        h = nn.functional.normalize(group - group.mean(0), dim=-1)
+        inverse = torch.linalg.inv(torch.eye(6) + h.T @ h)  # over features, not responses
+        torch.testing.assert_close(bonus[b], (h @ inverse * h).sum(-1), atol=1e-5, rtol=1e-4)
+
+
+def test_shuffled_deals_the_same_bonuses_to_others_who_earn():
+    signals = random_signals(2)
+    config = Config(gate="mixed")
+    earns = reward.gate(signals.correct, "mixed") > 0
+    own, dealt = reward.sus(signals, config), rewards.shuffled(signals, config)
+    assert earns.sum() > 4
+    assert sorted(own[earns].tolist()) == sorted(dealt[earns].tolist())
+    assert not torch.equal(own[earns], dealt[earns])
+    assert torch.equal(own[~earns], dealt[~earns])
+    assert torch.equal(dealt, rewards.shuffled(signals, config))  # a resumed run deals alike
+    assert not torch.equal(dealt, rewards.shuffled(signals, replace(config, seed=1)))
+
+
+def test_flat_pays_everybody_the_mean_of_those_who_earn():
+    signals = random_signals(2)
+    earns = reward.gate(signals.correct, "mixed") > 0
+    mean = reward.sus(signals, Config())[earns].mean()
+    torch.testing.assert_close(rewards.flat(signals, Config()), mean.expand(4, 5))
+
+
+def test_random_embeddings_keep_the_success_surprise_and_nothing_else():
+    signals = random_signals(3)
+    config = Config(lambda_ss=0.0, sus_baseline="none")
+    assert torch.equal(rewards.random_embeddings(signals, config), reward.sus(signals, config))
+    found = rewards.random_embeddings(signals, Config())
+    assert not torch.allclose(found, reward.sus(signals, Config()), atol=0.1)
+    moved = replace(signals, z_post=signals.z_post.flip(1))
+    assert torch.equal(rewards.random_embeddings(moved, Config()), found)  # blind to strategies
+
+
+def test_the_repositorys_reward_is_novelty_times_difficulty():
+    response = torch.zeros(2, 3, 4)
+    response[0] = torch.eye(4)[:3]
+    response[1] = torch.eye(4)[[0, 0, 0]]
+    problems = [PROBLEM, Countdown((1, 2, 3), 6)]
+    features = Features(torch.zeros(2, 4), response, response[:, :, None])
+    signals = make_signals(features=features, problems=problems,
+                           correct=torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]]))
+    method = rewards.repository(4, Config())
+    first = method(signals, Config())
+    # Two correct responses at a right angle; a lone correct one has novelty 1.
+    torch.testing.assert_close(first, 0.5 * torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.0, 0.0]]))
+    second = method(signals, Config())
+    accuracy = torch.tensor([[0.5 + 0.1 * (2 / 3 - 0.5)], [0.5 + 0.1 * (1 / 3 - 0.5)]])
+    torch.testing.assert_close(second, first / 0.5 * (1 - accuracy))
+
+
+def test_the_group_oracle_counts_true_strategies():
+    signals = make_signals(responses=[ADD, OTHER, ADD, ADD, "no", "no"],
+                           correct=torch.tensor([[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]]))
+    bonus = rewards.group_oracle(signals, Config())
+    torch.testing.assert_close(bonus, torch.tensor([[0.5, 1.0, 0.5], [1.0, 1.0, 1.0]]))
 
 
 def test_novelty_is_the_distance_to_the_groups_other_correct_responses():
