@@ -5,8 +5,11 @@
     python evaluate.py runs/NAME --export FOLDER    also write the merged model
 
 pass@k is the unbiased estimator of Chen et al. (2021): with c of n samples correct, 1 - C(n-c, k) /
-C(n, k). Strategy entropy is in nats, over the true strategies of all legal responses; cluster
-entropy, after the paper, over clusters of embeddings (support/clustering.py). Intervals are 95 %
+C(n, k). Coverage is the share of a problem's correct strategies that its responses find. Entropies
+are in nats: strategy entropy over the true strategies of all legal responses (it rewards
+ignorance: the base model has the most), strategy choice over those of one problem's correct
+responses; strategy information is the mutual information of problem and strategy; cluster entropy,
+after the paper, is over clusters of embeddings (support/clustering.py). Intervals are 95 %
 bootstrap intervals over problems. The same seed gives the same numbers.
 """
 import math
@@ -44,6 +47,11 @@ def entropy(counts: Tensor) -> Tensor:
     return torch.special.entr(frequencies).sum(-1)
 
 
+def centre(draws: Tensor) -> Tensor:
+    """Draws with repeated problems show fewer labels: centre them on the estimate, the first."""
+    return torch.cat((draws[:1], draws[1:] + draws[0] - draws[1:].mean()))
+
+
 @dataclass
 class Evaluation:
     metrics: dict
@@ -68,7 +76,7 @@ def evaluate(policy: Policy, problems: list, config: Config, clustering: Cluster
     for i in tqdm(starts, "evaluating", disable=not parallel.is_leader(), leave=False):
         chosen = slice(i, i + BATCH)
         rollout = sample.generate(model, prompts[chosen], G, config.max_new_tokens,
-                                  config.temperature, policy.eos_ids,
+                                  config.eval_temperature, policy.eos_ids,
                                   sample.seeded(seed, "evaluation", i))
         texts = policy.decode(rollout)
         responses += texts
@@ -109,6 +117,12 @@ def measure(problems: list, groups: list[list[str]], clusters: list[list[int]] |
         names, counts["strategy_entropy"] = count_labels(labels)
         total = counts["strategy_entropy"].sum(0)
         strategies = dict(zip(names, (total / total.sum().clamp(min=1)).tolist()))
+        right = [[label if problem.judge(text) else None for text, label in zip(group, row)]
+                 for (problem, group), row in zip(pairs, labels)]
+        counts["strategy_choice"] = count_labels(right)[1]
+    if hasattr(problems[0], "strategies"):
+        shares["coverage"] = [len(set(row) - {None}) / len(problem.strategies)
+                              for problem, row in zip(problems, right)]
 
     # Row 0 counts every problem once, the others are draws of n problems with replacement.
     drawn = torch.randint(n, (DRAWS, n), generator=torch.Generator().manual_seed(seed))
@@ -116,10 +130,18 @@ def measure(problems: list, groups: list[list[str]], clusters: list[list[int]] |
     weights = torch.cat((torch.ones(1, n), weights)).double()
     values = {name: weights @ torch.tensor(share, dtype=torch.float64) / n
               for name, share in shares.items()}
+    if "strategy_choice" in counts:  # the mean over problems with a correct response
+        table = counts.pop("strategy_choice")
+        some = (table.sum(1) > 0).double()
+        total = (weights @ some).clamp(min=1)
+        values["strategy_choice"] = weights @ (entropy(table) * some) / total
     for name, table in counts.items():
         draws = entropy(weights @ table)
-        # Draws with repeated problems show fewer labels: centre them on the estimate itself.
-        values[name] = torch.cat((draws[:1], draws[1:] + draws[0] - draws[1:].mean()))
+        if name == "strategy_entropy":  # I(problem; strategy) = H(strategy) - H(strategy | problem)
+            legal = table.sum(1)
+            given = weights @ (entropy(table) * legal) / (weights @ legal).clamp(min=1)
+            values["strategy_information"] = centre(draws - given)
+        values[name] = centre(draws)
     quantiles = torch.tensor([0.025, 0.975], dtype=torch.float64)
     metrics = dict.fromkeys(report.METRICS)
     metrics |= {name: value[0].item() for name, value in values.items()}
@@ -145,15 +167,14 @@ def export(policy: Policy, folder: Path, problem, step: int, metrics: dict) -> N
 class Request(Config):
     path: str = flag("", "a run folder of train.py, a model folder, a hub id, or tiny",
                      group="What to evaluate, and where the results go")
-    temperature: float = flag(1.0, "sampling temperature, 0 is greedy", low=0)
     output: str = flag("", "also write the results to this JSON file")
     export: str = flag("", "also write a run's merged model into this folder")
 
 
 OWN_FLAGS = {"path", "output", "export"}
-FLAGS = OWN_FLAGS | {"data", "eval_split", "eval_problems", "eval_samples", "seed", "temperature",
-                     "max_new_tokens", "prompt", "system", "instruction", "device", "dtype",
-                     "cache"}
+FLAGS = OWN_FLAGS | {"data", "eval_split", "eval_problems", "eval_samples", "eval_temperature",
+                     "seed", "max_new_tokens", "prompt", "system", "instruction", "device",
+                     "dtype", "cache"}
 
 
 def check_targets(request: Request, is_run: bool) -> None:
@@ -163,8 +184,8 @@ def check_targets(request: Request, is_run: bool) -> None:
         raise ValueError(f"--output {output}: expected a file in a folder that exists")
     if output.is_file() and "pass@1" not in files.read_json(output):
         raise ValueError(f"--output {output} exists and is no earlier result: choose another")
-    if 0 < request.temperature < 1e-6:
-        raise ValueError("--temperature: expected 0, which is greedy, or at least 1e-6")
+    if 0 < request.eval_temperature < 1e-6:
+        raise ValueError("--eval-temperature: expected 0, which is greedy, or at least 1e-6")
     if request.export and not is_run:
         raise ValueError(f"--export needs a run folder; {request.path!r} is a model")
     if request.export and target.exists() and (not target.is_dir() or any(target.iterdir())):

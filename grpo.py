@@ -5,9 +5,9 @@
     loss     = mean_t [ kl * k3_t - min(ratio_t A, clip(ratio_t, 1 - 0.2, 1 + 0.2) A) ]
     k3_t     = exp(ref_t - logp_t) - (ref_t - logp_t) - 1
 
-k3 (Schulman 2020) is an unbiased, non-negative estimate of KL(pi || ref). Its gradient under
-samples of pi is that of KL(ref || pi): it pulls the policy towards everything that the base model
-does.
+k3 (Schulman 2020) is an unbiased, non-negative estimate of KL(pi || ref). Its *gradient* under
+samples of pi is that of KL(ref || pi), which covers modes: it pulls the policy towards everything
+that the base model does. k2 = d^2 / 2 has the gradient of KL(pi || ref), which seeks them.
 
 Departures from the original: the advantage is not divided by std(r) by default (Dr. GRPO, Liu et
 al. 2025), and every token of the batch weighs the same (DAPO, Yu et al. 2025). The weights are
@@ -63,14 +63,27 @@ def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
     return difference.exp() - difference - 1
 
 
+def k2(logprobs: Tensor, reference: Tensor) -> Tensor:
+    """d^2 / 2 with d = ref - logp, for each token."""
+    return (reference - logprobs).square() / 2
+
+
+PENALTIES = {"k3": k3, "k2": k2}
+
+
+def kl_at(step: int, config: Config) -> float:
+    """The KL weight falls geometrically to --kl-decay of itself."""
+    return config.kl * config.kl_decay ** (step / config.steps)
+
+
 def policy_loss(logprobs: Tensor, old: Tensor, reference: Tensor, advantages: Tensor,
-                weights: Tensor, kl: float) -> tuple[Tensor, Tensor]:
+                weights: Tensor, kl: float, penalty=k3) -> tuple[Tensor, Tensor]:
     """The loss, and where the clip took effect (N, T). All arguments (N, T), advantages (N, 1)."""
     ratio = (logprobs - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     unclipped = ratio * advantages
     clipped = ratio.clamp(1 - CLIP, 1 + CLIP) * advantages
     objective = torch.minimum(unclipped, clipped)
-    loss = kl * k3(logprobs, reference) - objective
+    loss = kl * penalty(logprobs, reference) - objective
     return (loss * weights).sum(), unclipped > clipped
 
 
@@ -115,7 +128,7 @@ def accumulate_gradient(model: Transformer, prompts: list[list[int]], rollout: R
         base = current if reference is None else reference[rows, :T]
         weight = weights[rows, :T]
         loss, clipped = policy_loss(logprobs, before, base, advantages[chosen].view(-1, 1), weight,
-                                    config.kl)
+                                    config.kl, PENALTIES[config.kl_form])
         loss.backward()
         metrics["loss"] += loss.item()
         metrics["kl"] += (k3(current, base) * weight).sum().item()

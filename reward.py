@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from support import parallel
 from support.config import Config
 
 if TYPE_CHECKING:
@@ -156,13 +157,15 @@ def gate(correct: Tensor, name: str) -> Tensor:
     correct    correct responses (Algorithm 1, line 12)
     mixed      correct responses of groups that are neither all right nor all wrong: a group without
                extrinsic signal keeps advantages of exactly zero
+    group      all responses of such groups
     none       every response
     """
     if name == "none":
         return torch.ones_like(correct)
-    if name == "mixed":
-        return correct * (correct.amax(1, keepdim=True) != correct.amin(1, keepdim=True))
-    return correct
+    if name == "correct":
+        return correct
+    is_mixed = correct.amax(1, keepdim=True) != correct.amin(1, keepdim=True)
+    return correct * is_mixed if name == "mixed" else is_mixed.float().expand_as(correct)
 
 
 def alpha_at(step: int, config: Config) -> float:
@@ -173,12 +176,25 @@ def alpha_at(step: int, config: Config) -> float:
 
 
 def augment(correct: Tensor, intrinsic: Tensor, config: Config, step: int) -> Tensor:
-    """Eq. 1: r = r_ext + alpha r_int, where the gate is open."""
-    bonus = torch.where(gate(correct, config.gate) > 0, intrinsic, 0.0)
+    """Eq. 1: r = r_ext + alpha r_int, where the gate is open.
+
+    --bonus scaled: r = r_ext w / mean(w), w = 1 + alpha r_int, with the mean over all responses
+    that earn. A bonus that multiplies rewards weakens the KL penalty, since AdamW ignores the
+    scale of a loss; these weights only redistribute, so that the penalty keeps its meaning.
+    """
+    earns = gate(correct, config.gate) > 0
+    bonus = alpha_at(step, config) * torch.where(earns, intrinsic, 0.0)
     if intrinsic.shape != correct.shape or not bonus.isfinite().all():
         raise ValueError(f"--method {config.method} gave {tuple(intrinsic.shape)} numbers, "
                          f"expected {tuple(correct.shape)}, all finite")
-    return correct + alpha_at(step, config) * bonus
+    if config.bonus == "added":
+        return correct + bonus
+    weights = (1 + bonus).clamp(min=0.0)  # no correct response earns less than a wrong one
+    paid = weights[earns]
+    if parallel.active:
+        paid = parallel.gather(paid)
+    scale = paid.mean() if paid.any() else 1.0
+    return correct * torch.where(earns, weights / scale, 1.0)
 
 
 def bonus_share(advantages: Tensor, extrinsic: Tensor) -> float:

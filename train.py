@@ -4,12 +4,13 @@
     python train.py --method grpo           the same without an intrinsic reward
     python train.py --run runs/mine --resume        continue after Ctrl-C or a crash
 
-A step: sample responses, score them, add the intrinsic reward, turn rewards into advantages inside
-each group, update the adapters and then the strategy networks. Everything random is drawn from
-(seed, step), so a resumed run ends on the same bits as one that was never interrupted.
+A step: sample responses, judge them, add the intrinsic reward, turn rewards into advantages, update
+the adapters and the strategy networks. Everything random is drawn from (seed, step), so a resumed
+run ends on the same bits as one that was never interrupted.
 """
 import math
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import support  # noqa: F401  isort: skip  before torch: it sets how torch's threads wait
@@ -157,7 +158,8 @@ def warm_up(run: Run) -> None:
 
 def train_step(run: Run, step: int) -> dict:
     """One step of GRPO with an intrinsic reward -> its metrics."""
-    config, model, strategist = run.config, run.model, run.strategist
+    config = replace(run.config, kl=grpo.kl_at(step, run.config))
+    model, strategist = run.model, run.strategist
     metrics, per_response, times = {}, {}, [time.perf_counter()]
 
     # 1. Rollout: G responses to each of B problems.
@@ -192,13 +194,12 @@ def train_step(run: Run, step: int) -> dict:
 
     # 5. Update the policy, then the strategy networks.
     reference = grpo.reference_logprobs(model, prompts, rollout, config) if config.kl else None
-    metrics |= update_policy(run, prompts, rollout, advantages, reference, step)
+    metrics |= update_policy(run, config, prompts, rollout, advantages, reference, step)
     if strategist:
         metrics |= strategist.learn(config.strategy_updates, run.generator("replay", step))
     times.append(time.perf_counter())
 
-    per_response |= {"correct": correct, "reward": rewards}
-    metrics |= summarise(per_response, rollout, config)
+    metrics |= summarise({**per_response, "correct": correct, "reward": rewards}, rollout, config)
     metrics["tokens_per_second"] = metrics["tokens"] / (times[-1] - times[0])
     for stage, before, after in zip(STAGES, times, times[1:]):
         metrics[f"seconds_{stage}"] = after - before
@@ -225,10 +226,9 @@ def summarise(per_response: dict[str, Tensor], rollout: Rollout, config: Config)
     return {name: float(value) for name, value in metrics.items()}
 
 
-def update_policy(run: Run, prompts: list, rollout: Rollout, advantages: Tensor,
+def update_policy(run: Run, config: Config, prompts: list, rollout: Rollout, advantages: Tensor,
                   reference: Tensor | None, step: int) -> dict[str, float]:
     """One clipped step of AdamW per epoch -> metrics of the last one."""
-    config = run.config
     rate = config.learning_rate * min(1.0, (step + 1) / (RATE_WARMUP + 1))
     for group in run.optimizer.param_groups:
         group["lr"] = rate

@@ -48,15 +48,15 @@ class Config:
     rank: int = flag(8, "LoRA rank", low=1, high=2 ** 14)
     cache: str = flag("cache", "folder for the tiny base model")
 
-    data: str = flag("countdown", "countdown, countdown4, gsm8k, a JSONL file or folder with "
-                     "questions and answers, or module:function", group="The problems")
+    data: str = flag("countdown", "countdown, countdown4, countdown-many, gsm8k, a JSONL file or "
+                     "folder with questions and answers, or module:function", group="The problems")
     prompt: str = flag("auto", "chat uses the tokenizer's chat template, plain does not, auto does "
                        "if there is one", choices=("auto", "plain", "chat"))
     system: str = flag("", "system text of the chat")
     instruction: str = flag("", "how to answer, instead of the task's own words")
     problems: int = flag(32, "problems per step", low=1, high=10 ** 6)
     samples: int = flag(8, "responses to each problem, the group of GRPO", low=2, high=10 ** 5)
-    temperature: float = flag(1.0, "sampling temperature, in training and evaluation", low=1e-6)
+    temperature: float = flag(1.0, "sampling temperature in training", low=1e-6)
     max_new_tokens: int = flag(32, "longest response", low=1)
 
     method: str = flag("sus", "what is rewarded beside correctness: sus, ss, surprise, perplexity, "
@@ -64,8 +64,11 @@ class Config:
     alpha: float = flag(8.0, "scale of the intrinsic reward; the paper has 0.3")
     alpha_decay: float = flag(1.0, "share of the run over which alpha falls to zero; 0: constant",
                               high=1)
+    bonus: str = flag("added", "r = c + alpha r_int, or correct responses scaled by 1 + alpha "
+                      "r_int over its mean, which only redistributes", choices=("added", "scaled"))
     gate: str = flag("mixed", "who may earn a bonus: correct responses, correct ones in groups "
-                     "that are partly right, or (none) all", choices=("correct", "mixed", "none"))
+                     "that are partly right, all responses of such groups, or (none) all",
+                     choices=("correct", "mixed", "group", "none"))
     reading: str = flag("algorithm", "SS and SuS as in the paper's Algorithm 1, or in Eq. 2 and 3",
                         choices=("algorithm", "equations"))
     lambda_ss: float = flag(1.0, "weight of SS")
@@ -85,6 +88,10 @@ class Config:
     normalise: str = flag("none", "advantage: reward minus group mean, divided by the group's "
                           "deviation or by nothing", choices=("std", "none"), group="The update")
     kl: float = flag(0.03, "weight of the KL penalty to the base model; 0 saves a pass")
+    kl_decay: float = flag(1.0, "share of that weight that is left at the end; 1: constant",
+                           low=1e-6, high=1)
+    kl_form: str = flag("k3", "the penalty's estimator; its gradient is that of KL(base || policy) "
+                        "for k3, of KL(policy || base) for k2", choices=("k3", "k2"))
     learning_rate: float = flag(2e-3, "of AdamW on the adapters", low=1e-12, high=1e3)
     epochs: int = flag(1, "updates on each batch of responses", low=1)
     micro_batch: int = flag(32, "problems that go through the model at a time: less saves memory",
@@ -93,19 +100,23 @@ class Config:
 
     eval_every: int = flag(0, "steps between evaluations; 0: before and after only",
                            group="The evaluation")
-    eval_split: str = flag("test", "problems to evaluate on: test to report, validation to tune",
-                           choices=("test", "validation"))
+    eval_split: str = flag("test", "problems to evaluate on: test to report, validation to tune, "
+                           "each of them once; test-drawn: as training draws them",
+                           choices=("test", "validation", "test-drawn"))
+    eval_temperature: float = flag(1.0, "sampling temperature of evaluations; 0 is greedy")
     eval_problems: int = flag(200, "how many problems of that split", low=1)
     eval_samples: int = flag(16, "responses to each", low=1, high=10 ** 5)
 
 
-# The paper's Table 3, but for its lambda_SuS of 0.0, which the text contradicts; KL and response
-# length are not in it. 3 epochs over 7,473 problems, 8 per update, are 2,802 updates.
+# The paper's Table 3, but for its lambda_SuS of 0.0, which the text contradicts; the encoder and
+# the KL weight are those of the authors' first code, the response length is in neither. 3 epochs
+# over 7,473 problems, 8 per update, are 2,802 updates.
 PRESETS = {"none": {}, "paper": dict(
     model="Qwen/Qwen2.5-1.5B", data="gsm8k", prompt="plain", steps=2802, problems=8, micro_batch=1,
     samples=8, max_new_tokens=256, learning_rate=2e-5, rank=8, alpha=0.3, alpha_decay=0.0,
-    lambda_ss=1.0, lambda_sus=0.5, sus_baseline="none", gate="correct", normalise="std", kl=0.04,
-    strategy_warmup=0, eval_problems=200, eval_samples=8, eval_every=934, checkpoint_every=100)}
+    lambda_ss=1.0, lambda_sus=0.5, sus_baseline="none", gate="correct", normalise="std", kl=0.1,
+    encoder="sentence-transformers/all-MiniLM-L6-v2", negatives="batch", strategy_warmup=0,
+    eval_problems=200, eval_samples=8, eval_every=934, checkpoint_every=100)}
 
 
 def exit_with(message) -> None:

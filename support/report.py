@@ -10,8 +10,9 @@ from pathlib import Path
 from support import files, parallel
 from support.config import Config
 
-METRICS = ("pass@1", "pass@5", "pass@16", "strategy_entropy", "cluster_entropy", "valid",
-           "distinct")
+METRICS = ("pass@1", "pass@5", "pass@16", "coverage", "strategy_choice", "strategy_entropy",
+           "strategy_information", "cluster_entropy", "valid", "distinct")
+IN_NATS = ("strategy_choice", "strategy_entropy", "strategy_information", "cluster_entropy")
 
 
 @contextmanager
@@ -89,15 +90,15 @@ def samples_page(records: list[dict]) -> str:
 
 def table(columns: dict[str, dict]) -> str:
     """{heading: metrics} -> the small table that an evaluation prints."""
-    lines = [f"{'':18}" + "".join(f"{heading:>26}" for heading in columns)]
+    lines = [f"{'':21}" + "".join(f"{heading:>26}" for heading in columns)]
     for name in METRICS:
-        line = f"{name.replace('_', ' '):18}"
+        line = f"{name.replace('_', ' '):21}"
         for metrics in columns.values():
             cell = "-"
             if metrics.get(name) is not None:
                 value, (low, high) = metrics[name], metrics["intervals"][name]
                 cell = f"{100 * value:.1f} ({100 * low:.1f} to {100 * high:.1f} %)"
-                if "entropy" in name:
+                if name in IN_NATS:
                     cell = f"{value:.2f} ({low:.2f} to {high:.2f})"
             line += f"{cell:>26}"
         lines.append(line)
@@ -149,8 +150,9 @@ def write_card(folder: Path, policy, problem, step: int, metrics: dict, merged: 
             f"{'Merged weights' if merged else 'A LoRA adapter'} after {step} steps of "
             f"GRPO{reward} ([SuS](https://arxiv.org/abs/2601.10349)), seed {config.seed}, alpha "
             f"{config.alpha}, kl {config.kl}. On {metrics['problems']} {config.eval_split} "
-            f"problems, {metrics['samples']} responses each at temperature {config.temperature}:",
-            "", f"```\n{table({'': metrics})}\n```", "", f"```python\n{load}\n```", "",
+            f"problems, {metrics['samples']} responses each at temperature "
+            f"{config.eval_temperature}:", "", f"```\n{table({'': metrics})}\n```", "",
+            f"```python\n{load}\n```", "",
             f"It was trained on prompts like this one:\n\n```\n{prompt}\n```", ""]
     files.write_text(folder / "README.md", "\n".join(text))
 

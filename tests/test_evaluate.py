@@ -60,6 +60,25 @@ def test_measure_by_hand():
     assert (result["problems"], result["samples"], result["seed"]) == (2, 4, 0)
 
 
+def test_coverage_choice_and_information_by_hand():
+    one = data.Countdown((1, 2, 3), 6)  # 1+2+3 and 1*2*3, in several orders
+    assert one.strategies == {"++", "**"}
+    two = data.Countdown((3, 8, 5), 19)
+    assert two.strategies == {"*-"}
+    add, times, wrong = "1+2=3;3+3=6", "1*2=2;2*3=6", "3-2=1;1+1=2"
+    groups = [[add, add, times, wrong], ["no", "no", "8+3=11;11+5=16", "8+3=11;11+5=16"]]
+    found = evaluate.measure([one, two], groups)
+    assert found["coverage"] == pytest.approx((2 / 2 + 0 / 1) / 2)
+    entropy = -2 / 3 * math.log(2 / 3) - 1 / 3 * math.log(1 / 3)
+    assert found["strategy_choice"] == pytest.approx(entropy)  # the other has no correct response
+    low, high = found["intervals"]["coverage"]
+    assert (low, high) == (0, 1)
+    # Of six legal plays four are ++, one ** and one -+; the first problem has 2, 1, 1 of them.
+    marginal = -4 / 6 * math.log(4 / 6) - 2 / 6 * math.log(1 / 6)
+    given = 4 / 6 * (0.5 * math.log(2) + 0.5 * math.log(4))
+    assert found["strategy_information"] == pytest.approx(marginal - given)
+
+
 def test_strategies_cluster_entropy_and_the_pass_curve_by_hand():
     problem = data.Countdown((1, 2, 3), 6)
     right, wrong = "1+2=3;3+3=6", "3-2=1;1+1=2"
@@ -264,7 +283,8 @@ def test_a_run_is_evaluated_with_its_own_settings_unless_flags_say_otherwise(tra
 
 
 def test_at_temperature_zero_all_responses_are_alike(trained, tmp_path):
-    found = evaluated(trained, "--temperature", "0", output=tmp_path / "greedy.json")
+    found = evaluated(trained, "--eval-temperature", "0",
+                      output=tmp_path / "greedy.json")
     assert found["distinct"] == pytest.approx(1 / found["samples"])
 
 
@@ -296,7 +316,7 @@ def test_a_damaged_adapter_is_refused(damage, trained, tmp_path, capsys):
     else:
         file.unlink()
     with pytest.raises(SystemExit) as caught:
-        evaluate.main([str(tmp_path / "copy"), "--temperature", "0", "--export",
+        evaluate.main([str(tmp_path / "copy"), "--eval-temperature", "0", "--export",
                        str(tmp_path / "out")])
     assert caught.value.code == 2
     assert "adapter_model.safetensors" in capsys.readouterr().err
@@ -334,9 +354,9 @@ def test_tiny_is_a_model_by_name(cache, tmp_path):
 @pytest.mark.parametrize("argv, word", [
     ([], "path"), ([""], "empty"), (["nowhere/model/x"], "nowhere/model/x"),
     (["tiny", "--eval-problems", "0"], "--eval-problems"), (["tiny", "--data", "chess"], "chess"),
-    (["tiny", "--temperature", "nan"], "--temperature"),
-    (["tiny", "--temperature", "-1"], "--temperature"),
-    (["tiny", "--temperature", "1e-300"], "--temperature"),
+    (["tiny", "--eval-temperature", "nan"], "--eval-temperature"),
+    (["tiny", "--eval-temperature", "-1"], "--eval-temperature"),
+    (["tiny", "--eval-temperature", "1e-300"], "--eval-temperature"),
     (["tiny", "--device", "tpu"], "tpu"), (["tiny", "--max-new-tokens", "500"], "context"),
     (["tiny", "--nonsense"], "--nonsense"), (["tiny", "--steps", "5"], "--steps"),
     (["tiny", "--samples", "5"], "--samples"),
@@ -382,7 +402,7 @@ def test_help_names_every_flag_of_an_evaluation_and_no_other(capsys):
     assert caught.value.code == 0
     words = {word.strip(",()[]") for word in text.split()}
     flags = {word for word in words if word.startswith("--")}
-    expected = {"eval-split", "eval-problems", "eval-samples", "data", "temperature",
+    expected = {"eval-split", "eval-problems", "eval-samples", "data", "eval-temperature",
                 "max-new-tokens", "prompt", "system", "instruction", "seed", "device", "dtype",
                 "cache", "output", "export", "help"}
     assert flags == {f"--{name}" for name in expected}

@@ -111,6 +111,48 @@ def test_k3_by_hand():
     torch.testing.assert_close(found, expected)
 
 
+def test_the_gradients_of_k3_and_k2_are_those_of_the_two_kl_divergences():
+    """Expected over exact probabilities of four tokens, in fp64."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(4, generator=generator, dtype=torch.float64).requires_grad_()
+    reference = torch.randn(4, generator=generator, dtype=torch.float64).log_softmax(0)
+
+    def gradient(value):
+        return torch.autograd.grad(value, logits, retain_graph=True)[0]
+    for penalty, forward in ((grpo.k3, True), (grpo.k2, False)):
+        logprobs = logits.log_softmax(0)
+        estimate = (logprobs.exp().detach() * penalty(logprobs, reference)).sum()
+        logprobs = logits.log_softmax(0)
+        divergences = {True: (reference.exp() * (reference - logprobs)).sum(),
+                       False: (logprobs.exp() * (logprobs - reference)).sum()}
+        found, right = gradient(estimate), gradient(divergences[forward])
+        torch.testing.assert_close(found, right)
+        assert not torch.allclose(found, gradient(divergences[not forward]), rtol=0.01)
+
+
+def test_the_kl_weight_falls_to_a_share_of_itself():
+    config = Config(kl=0.1, kl_decay=0.01, steps=10)
+    assert grpo.kl_at(0, config) == pytest.approx(0.1)
+    assert grpo.kl_at(5, config) == pytest.approx(0.01)
+    assert grpo.kl_at(10, config) == pytest.approx(0.001)
+    assert grpo.kl_at(7, Config(kl=0.1, steps=10)) == 0.1
+
+
+def test_the_form_of_the_penalty_is_the_one_asked_for(model, rollout):
+    reference = rollout.logprobs - 0.5
+    gradients = []
+    for form in ("k3", "k2"):
+        model.zero_grad()
+        config = Config(temperature=0.9, kl=0.3, kl_form=form)
+        samples = len(rollout.ids) // len(PROMPTS)
+        advantages = torch.zeros(len(PROMPTS), samples)
+        grpo.accumulate_gradient(model, PROMPTS, rollout, advantages, config, reference)
+        gradients.append(torch.cat([p.grad.flatten() for p in lora.parameters(model).values()]))
+    # d = -0.5: the slopes are 1 - exp(d) and -d.
+    ratio = (gradients[1].norm() / gradients[0].norm()).item()
+    assert ratio == pytest.approx(0.5 / (1 - math.exp(-0.5)), rel=0.05)
+
+
 def test_the_loss_is_kl_times_k3_minus_the_objective():
     logprobs = torch.tensor([[0.0, -1.0]]).requires_grad_()
     old = logprobs.detach()

@@ -161,7 +161,32 @@ def test_gates_by_hand():
     correct = torch.tensor([[1.0, 0.0, 1.0], [1.0, 1.0, 1.0], [0.0, 0.0, 0.0]])
     assert reward.gate(correct, "correct").tolist() == [[1, 0, 1], [1, 1, 1], [0, 0, 0]]
     assert reward.gate(correct, "mixed").tolist() == [[1, 0, 1], [0, 0, 0], [0, 0, 0]]
+    assert reward.gate(correct, "group").tolist() == [[1, 1, 1], [0, 0, 0], [0, 0, 0]]
     assert reward.gate(correct, "none").tolist() == [[1, 1, 1]] * 3
+
+
+def test_a_scaled_bonus_redistributes_among_those_who_earn():
+    correct = torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 1.0], [0.0, 1.0, 0.0]])
+    intrinsic = torch.tensor([[1.0, 0.0, 9.0], [5.0, 0.0, 3.0], [7.0, 0.5, 2.0]])
+    config = Config(alpha=2.0, alpha_decay=0.0, bonus="scaled")
+    rewards = reward.augment(correct, intrinsic, config, 0)
+    # Weights 3, 1 and 2 of mean 2; the group that is all right earns nothing.
+    torch.testing.assert_close(rewards, torch.tensor([[1.5, 0.5, 0], [1, 1, 1], [0, 1.0, 0]]))
+    assert rewards[reward.gate(correct, "mixed") > 0].mean() == 1
+    # A bonus for all alike is none, however large; without any, nothing changes.
+    for bonus in (torch.full((3, 3), 100.0), torch.zeros(3, 3)):
+        torch.testing.assert_close(reward.augment(correct, bonus, config, 0), correct)
+    nobody = torch.ones(3, 3)
+    assert torch.equal(reward.augment(nobody, intrinsic, config, 0), nobody)
+
+
+def test_a_scaled_bonus_never_pays_a_correct_response_less_than_a_wrong_one():
+    correct = torch.tensor([[1.0, 1.0, 0.0]])
+    config = Config(alpha=2.0, alpha_decay=0.0, bonus="scaled")
+    rewards = reward.augment(correct, torch.tensor([[-3.0, 1.0, 0.0]]), config, 0)
+    torch.testing.assert_close(rewards, torch.tensor([[0.0, 2.0, 0.0]]))
+    rewards = reward.augment(correct, torch.tensor([[-3.0, -1.0, 0.0]]), config, 0)
+    assert torch.equal(rewards, torch.zeros(1, 3))
 
 
 @pytest.mark.parametrize("gate, expected", [

@@ -204,6 +204,17 @@ def intrinsic_by_hand(signals, config: Config, weights: tuple, b: int, g: int) -
     return weights[0] * ss + weights[1] * sus
 
 
+def scaled_by_hand(rewards: list[list[float]], correct: list[list[float]],
+                   gate: str) -> list[list[float]]:
+    """--bonus scaled: what is paid to those who earn has a mean of 1."""
+    earns = [[c == 1 and (gate == "correct" or sum(row) < len(row)) for c in row]
+             for row in correct]
+    mean = statistics.mean(max(r, 0.0) for row, who in zip(rewards, earns)
+                           for r, is_paid in zip(row, who) if is_paid)
+    return [[max(r, 0.0) / mean if is_paid else c for r, is_paid, c in zip(*rows)]
+            for rows in zip(rewards, earns, correct)]
+
+
 def rewards_by_hand(signals, config: Config, alpha: float, weights: tuple) -> list[list[float]]:
     rewards = []
     for b, row in enumerate(signals.correct.tolist()):
@@ -213,6 +224,8 @@ def rewards_by_hand(signals, config: Config, alpha: float, weights: tuple) -> li
             is_paid = {"none": True, "correct": c == 1, "mixed": c == 1 and mixed}[config.gate]
             bonus = intrinsic_by_hand(signals, config, weights, b, g) if is_paid else 0.0
             rewards[-1].append(c + alpha * bonus)
+    if config.bonus == "scaled":
+        return scaled_by_hand(rewards, signals.correct.tolist(), config.gate)
     return rewards
 
 
@@ -239,7 +252,8 @@ PAID = [({}, 0, 8.0), ({}, 3, 5.0), ({}, 8, 0.0),
         ({"reading": "equations"}, 0, 8.0), ({"reading": "equations", "gate": "none"}, 2, 6.0),
         ({"method": "ss"}, 0, 8.0), ({"method": "surprise"}, 0, 8.0),
         ({"method": "surprise", "sus_baseline": "none", "gate": "correct"}, 0, 8.0),
-        ({"method": "perplexity", "gate": "none"}, 0, 8.0)]
+        ({"method": "perplexity", "gate": "none"}, 0, 8.0), ({"bonus": "scaled"}, 3, 5.0),
+        ({"bonus": "scaled", "gate": "correct"}, 0, 8.0)]
 
 
 @pytest.mark.parametrize("settings, step, alpha", PAID, ids=str)
@@ -414,6 +428,13 @@ def test_the_reference_is_the_base_model_and_is_only_asked_for_kl(make_run, monk
     run = make_run(method="grpo", kl=0.0)
     monkeypatch.setattr(grpo, "reference_logprobs", None)  # may not be called
     assert Watched(run, 0, monkeypatch).calls[-1]["reference"] is None
+
+
+def test_the_kl_weight_of_a_step_falls(make_run, monkeypatch):
+    run = make_run(method="grpo", kl=0.2, kl_decay=0.25, kl_form="k2", steps=8)
+    config = Watched(run, 4, monkeypatch).calls[-1]["config"]
+    assert config.kl == pytest.approx(0.1)
+    assert config.kl_form == "k2"
 
 
 @pytest.mark.parametrize("epochs", [1, 3])
