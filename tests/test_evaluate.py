@@ -282,6 +282,16 @@ def test_a_run_is_evaluated_with_its_own_settings_unless_flags_say_otherwise(tra
     assert (more["problems"], more["samples"]) == (9, 3)
 
 
+def test_a_run_of_the_tiny_model_is_evaluated_on_another_task(trained, tmp_path):
+    """The base model is that of the run's task, not of the task that is measured."""
+    lines = [json.dumps({"question": f"{n}+1=", "answer": n + 1}) + "\n" for n in range(40)]
+    (tmp_path / "sums.jsonl").write_text("".join(lines))
+    found = evaluated(trained, "--data", str(tmp_path / "sums.jsonl"), "--prompt", "plain",
+                      "--max-new-tokens", "2", output=tmp_path / "out.json")
+    assert found["strategy_entropy"] is None
+    assert 0 < found["problems"] <= 6
+
+
 def test_at_temperature_zero_all_responses_are_alike(trained, tmp_path):
     found = evaluated(trained, "--eval-temperature", "0",
                       output=tmp_path / "greedy.json")

@@ -282,7 +282,7 @@ def test_the_loss_and_its_gradient_equal_transformers_with_peft(tmp_path, rollou
     theirs = PeftModel.from_pretrained(base, tmp_path / "adapter", is_trainable=True)
     noise = torch.randn(rollout.logprobs.shape, generator=torch.Generator().manual_seed(1))
     old = rollout.logprobs + 0.3 * noise
-    loss, count = 0.0, int(rollout.lengths.sum())
+    loss, clipped, count = 0.0, 0, int(rollout.lengths.sum())
     for n in range(12):
         prompt, response = PROMPTS[n // 3], rollout.ids[n, :rollout.lengths[n]].tolist()
         advantage = float(ADVANTAGES[n // 3, n % 3])
@@ -296,6 +296,7 @@ def test_the_loss_and_its_gradient_equal_transformers_with_peft(tmp_path, rollou
             ref = reference_logits[slot, token] - reference_logits[slot].logsumexp(0)
             ratio = torch.exp(logp - old[n, t])
             surrogate = min(ratio * advantage, max(0.8, min(1.2, ratio)) * advantage)
+            clipped += int(surrogate < ratio * advantage)
             divergence = torch.exp(ref - logp) - (ref - logp) - 1
             loss = loss + (0.1 * divergence - surrogate) / count
     loss.backward()
@@ -306,7 +307,8 @@ def test_the_loss_and_its_gradient_equal_transformers_with_peft(tmp_path, rollou
                  for name, parameter in theirs.named_parameters() if "lora_" in name}
     expected = torch.cat([gradients[name].flatten() for name in lora.parameters(model)])
     assert metrics["loss"] == pytest.approx(loss.item(), abs=1e-5)
-    assert metrics["clip_share"] > 0.05
+    assert metrics["clip_share"] == pytest.approx(clipped / count)
+    assert clipped > 3
     assert_same(found, expected)
 
 

@@ -276,6 +276,12 @@ def test_impossible_requests_are_refused(kind, change, word):
         generate(make_model(kind), **request | change)
 
 
+@both_kinds
+def test_a_prompt_and_its_response_may_fill_the_context(kind):
+    rollout = generate(make_model(kind), [[1] * 59], 2, 5, 1.0, (), seeded())
+    assert rollout.lengths.tolist() == [5, 5]  # the context has 64 tokens
+
+
 def test_seeds_follow_from_the_whole_key():
     keys = [(0, "rollout", 1), (0, "rollout", 2), (0, "views", 1), (1, "rollout", 1)]
     numbers = [torch.rand(3, generator=sample.seeded(*key)).tolist() for key in keys]

@@ -482,7 +482,7 @@ def test_signals_by_hand():
     surprises = (1 - chance).expand(6, 4)[correct > 0]
     assert signals.mean_surprise == pytest.approx(surprises.mean().item(), rel=1e-5)
     assert torch.equal(signals.correct, correct)
-    assert signals.logprobs.shape == (6, 4, 2)
+    assert torch.equal(signals.logprobs, torch.full((6, 4, 2), -0.5))
     assert signals.lengths.tolist() == [[2] * 4] * 6
     assert signals.predicted is None
     assert signals.state is None

@@ -511,6 +511,38 @@ def test_random_numbers_follow_from_the_seed_the_use_and_the_step(make_run):
     assert draws[0] == torch.rand(1, generator=runs[0].generator("rollout", 0)).item()
 
 
+def watch_draws(run, monkeypatch) -> list:
+    """Every (use, number) that the run asks random numbers for."""
+    draws, original = [], run.generator
+
+    def watch(use, number, shared=True):
+        draws.append((use, number))
+        return original(use, number, shared)
+    monkeypatch.setattr(run, "generator", watch)
+    return draws
+
+
+def test_every_step_and_every_rollout_of_the_warm_up_has_its_own_random_numbers(make_run,
+                                                                                monkeypatch):
+    run = make_run(strategy_warmup=17)
+    draws = watch_draws(run, monkeypatch)
+    train.train_step(run, 3)
+    assert draws == [("epoch", 0), ("rollout", 3), ("views", 3), ("replay", 3)]
+    draws.clear()
+    train.warm_up(run)
+    uses = ("epoch", "warm-up rollout", "warm-up views", "warm-up replay")
+    assert draws == [(use, 0) for use in uses] + [("epoch", 0), *((use, 1) for use in uses[1:])]
+
+
+def test_the_settings_of_a_run_reach_its_parts(make_run):
+    run = make_run(method="grpo", seed=1, rank=3, eval_split="validation")
+    assert run.problems == data.load("countdown", "train", seed=1)
+    assert run.problems != data.load("countdown", "train", seed=0)
+    assert run.eval_problems == data.load("countdown", "validation", 6)
+    fresh = model.Transformer.from_pretrained(run.policy.base)
+    assert same(run.adapters, lora.parameters(lora.apply(fresh, 3, seed=1)))
+
+
 def test_responses_are_sampled_at_the_runs_temperature(make_run):
     run = make_run(method="grpo", temperature=0.5)
     _, prompts = run.batch(0)
@@ -755,18 +787,24 @@ def test_the_networks_learn_before_the_first_step_and_in_every_step(cache, tmp_p
 def test_the_warm_up_shows_the_base_policys_responses(make_run, monkeypatch):
     """What the networks have seen when training begins: other responses than the first step's."""
     run = make_run(strategy_warmup=17)
-    memories, updates = [], []
-    learn = run.strategist.learn
+    memories, updates, batches = [], [], []
+    learn, batch = run.strategist.learn, run.batch
 
     def watch(count, generator):
         updates.append(count)
         memories.append(int(run.strategist.recent.added))
         return learn(count, generator)
+
+    def watch_batch(step):
+        batches.append(step)
+        return batch(step)
     monkeypatch.setattr(run.strategist, "learn", watch)
+    monkeypatch.setattr(run, "batch", watch_batch)
     monkeypatch.setattr(reward, "correctness", lambda problems, responses: CORRECT.clone())
     train.warm_up(run)
     assert updates == [16, 1]
     assert memories == [4, 8]
+    assert batches == [0, 1]
     assert torch.equal(run.strategist.outcomes.correct[:8], CORRECT.repeat(2, 1))
     problems, prompts = run.batch(0)
     warm, _ = run.roll_out(prompts, "warm-up rollout", 0)
