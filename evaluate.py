@@ -68,7 +68,7 @@ def evaluate(policy: Policy, problems: list, config: Config, clustering: Cluster
     G, model = config.eval_samples, policy.model
     prompts = policy.encode(problems)
     encoder = BaseEncoder(model, BATCH)
-    shapes = ((), (G,), (G, 2), (G,))
+    shapes = ((), (G,), (G, 2))
     parts = [Features(*(torch.zeros(0, *shape, encoder.size, device=model.device)
                         for shape in shapes))]  # a rank may have no batch
     responses = []

@@ -4,10 +4,9 @@
     PSE           the momentum head, an exponential average of E: the stable target
     P(query)      the probability of success
 
-x is the mean over tokens of a frozen encoder's states, standardised by running statistics. The
-encoder is the policy's own base model after the attention of its first layer (in higher layers the
-problem's numbers hide the strategy), or a sentence encoder as in the paper (support/sentences.py);
-the paper's other reading has a world model M too (support/equations.py).
+x is a frozen encoder's mean state over tokens, standardised by running statistics: of the policy's
+own base model after its first layer's attention (in higher layers the problem's numbers hide the
+strategy), or of a sentence encoder (support/sentences.py). M is in support/equations.py.
 
 What E learns. Two views of one response, each the mean of a random half of its tokens, belong
 together (InfoNCE); negatives are the *other responses to the same query*: they share the problem's
@@ -52,11 +51,13 @@ class Features:
 
     @staticmethod
     def join(parts: list["Features"]) -> "Features":
-        return Features(*map(torch.cat, zip(*(vars(part).values() for part in parts))))
+        fields = zip(*(vars(part).values() for part in parts))
+        return Features(*(None if each[0] is None else torch.cat(each) for each in fields))
 
     def gather(self) -> "Features":
         """Every rank's features, in the order of the whole batch."""
-        return Features(*map(parallel.gather, vars(self).values()))
+        fields = vars(self).values()
+        return Features(*(None if field is None else parallel.gather(field) for field in fields))
 
 
 def pool(states: Tensor, mask: Tensor) -> Tensor:
@@ -82,12 +83,10 @@ def random_halves(ids: Tensor, mask: Tensor, generator: torch.Generator) -> Tens
 def pool_features(query_states: Tensor, query_mask: Tensor, states: Tensor, mask: Tensor,
                   halves: Tensor) -> Features:
     """Token states of B queries and B * G responses, and the responses' halves (B * G, 2, T)."""
-    B, G = len(query_states), len(states) // len(query_states)
-    query, response = pool(query_states, query_mask), pool(states, mask)
+    groups = (len(query_states), -1)  # (B, G)
     views = torch.stack([pool(states, half) for half in halves.unbind(1)], dim=1)
-    q, r = query_mask.sum(1).repeat_interleave(G)[:, None], mask.sum(1)[:, None]  # tokens
-    both = (query.repeat_interleave(G, 0) * q + response * r) / (q + r).clamp(min=1)
-    return Features(query, *(part.unflatten(0, (B, G)) for part in (response, views, both)))
+    return Features(pool(query_states, query_mask), pool(states, mask).unflatten(0, groups),
+                    views.unflatten(0, groups))
 
 
 class BaseEncoder:
@@ -203,6 +202,7 @@ def info_nce(anchors: Tensor, targets: Tensor, same: Tensor,
 
 class Strategist(Learner):
     """E, its momentum twin PSE and the predictor P, with what they remember and learn from."""
+    encoder = BaseEncoder
 
     def __init__(self, size: int, config: Config, recent: int = RECENT):
         super().__init__()

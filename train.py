@@ -26,7 +26,7 @@ import reward
 import sample
 from evaluate import evaluate
 from sample import Rollout
-from strategy import BaseEncoder, Strategist
+from strategy import Strategist
 from support import budget, checkpoint, files, parallel, report, tiny
 from support.clustering import Clustering
 from support.config import Config, check_config, guard, parse, with_preset
@@ -65,11 +65,11 @@ class Run:
         self.optimizer = torch.optim.AdamW(self.adapters.values(), weight_decay=0.0)
         self.strategist = self.lambdas = None
         if config.method != "grpo":
-            self.encoder = BaseEncoder(self.model, config.micro_batch)
+            kind = {"algorithm": Strategist, "equations": EquationsStrategist}[config.reading]
+            self.encoder = kind.encoder(self.model, config.micro_batch)
             if config.encoder:
                 self.encoder = SentenceEncoder(config.encoder, self.model.device,
                                                together=config.reading == "equations")
-            kind = {"algorithm": Strategist, "equations": EquationsStrategist}[config.reading]
             self.strategist = kind(self.encoder.size, config).to(self.model.device)
             if isinstance(self.method, type):  # a reward with a memory
                 self.method = self.method(self.encoder.size, config).to(self.model.device)

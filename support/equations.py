@@ -3,9 +3,10 @@
     z_post = E(query and response)                      instead of PSE(response)
     M(s, a) -> s'                                       mean squared error
 
-The state s is the query, the action a the response, the next state s' both together. One more
-contrast teaches E to see the strategy in query and response together. With the base model as
-encoder s' is a weighted mean of M's two inputs, so M's error mostly measures length.
+The state s is the query, the action a the response, the next state s' both together: what the
+base model's last layer makes of a response that follows its query, or a sentence encoder of both
+as one text. M has to predict it from the mean states of each in the first layer. One more contrast
+teaches E to see the strategy in query and response together.
 """
 from dataclasses import replace
 
@@ -14,13 +15,40 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+import lora
 import strategy
+from model import SharedPrefix
 from reward import Signals
-from strategy import DIMENSION, RECENT, Features, Standardise, Strategist
+from sample import Rollout, pad_left
+from strategy import DIMENSION, RECENT, BaseEncoder, Features, Standardise, Strategist, pool
 from support.config import Config
 
 
+class JointEncoder(BaseEncoder):
+    """Also reads query and response as one: the base model's last layer, mean over the response."""
+
+    @torch.no_grad()
+    def encode(self, problems: list, prompts: list[list[int]], rollout: Rollout,
+               responses: list[str], generator: torch.Generator) -> Features:
+        features = super().encode(problems, prompts, rollout, responses, generator)
+        ids, mask = rollout.ids[:, :-1], rollout.mask()[:, 1:]  # (N, T - 1)
+        samples, size, parts = len(ids) // len(prompts), self.micro_batch, []
+        for b in range(0, len(prompts), size):
+            rows = slice(b * samples, (b + size) * samples)
+            prefix = SharedPrefix(samples)
+            prompt_ids, start = pad_left(prompts[b:b + size], ids.device)
+            starts = None if start is None else start.repeat_interleave(samples)
+            with lora.disabled(self.model):
+                self.model.hidden(prompt_ids, start, prefix)
+                states = self.model.hidden(ids[rows], starts, prefix)
+            parts.append(pool(states, mask[rows]))
+        features.both = torch.cat(parts).view_as(features.response)
+        return features
+
+
 class EquationsStrategist(Strategist):
+    encoder = JointEncoder
+
     def __init__(self, size: int, config: Config, recent: int = RECENT):
         super().__init__(size, config, recent)
         self.both_norm = Standardise(size)

@@ -4,15 +4,19 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 
+import lora
 import reward
 import train
-from sample import seeded
-from strategy import Strategist
+from sample import generate, seeded
+from strategy import BaseEncoder, Strategist
 from support.config import Config
-from support.equations import EquationsStrategist
+from support.equations import EquationsStrategist, JointEncoder
+from tests.conftest import adapted, small_model
 from tests.test_strategy import (
     HABITS,
+    PROMPTS,
     assert_checkpoint_is_complete,
     change_weights,
     learn_habits,
@@ -28,6 +32,45 @@ from tests.test_strategy import (
 
 def make_equations(size=10, seed=0) -> EquationsStrategist:
     return make_strategist(size, seed, EquationsStrategist, reading="equations")
+
+
+def test_query_and_response_as_one_are_the_last_layer_of_transformers(tmp_path):
+    """With the adapters off, mean over the response's tokens but its last, in any micro-batch."""
+    model = adapted()
+    small_model().save_pretrained(tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).model
+    rollout = generate(model, PROMPTS, 3, 9, 1.0, (1, 2), seeded(0))
+    for micro_batch in (1, 8):
+        encoder = JointEncoder(model, micro_batch)
+        features = encoder.encode([None] * 3, PROMPTS, rollout, [""] * 9, seeded(0))
+        assert features.both.shape == features.response.shape
+        for n in range(9):
+            b, g = divmod(n, 3)
+            answer = rollout.ids[n, :rollout.lengths[n]].tolist()
+            with torch.no_grad():
+                states = theirs(torch.tensor([PROMPTS[b] + answer])).last_hidden_state[0]
+            expected = states[len(PROMPTS[b]):-1]
+            if len(expected):
+                torch.testing.assert_close(features.both[b, g], expected.mean(0), atol=1e-4,
+                                           rtol=1e-4)
+    assert all(layer.enabled for layer in lora.layers(model).values())
+    plain = BaseEncoder(model, 8).encode([None] * 3, PROMPTS, rollout, [""] * 9, seeded(0))
+    assert torch.equal(plain.views, features.views)
+
+
+def test_the_next_state_is_no_linear_function_of_what_m_is_given():
+    """As it was when s' was a weighted mean of the query's and the response's features."""
+    model = small_model()
+    prompts = [[3 + (b * 7 + k) % 30 for k in range(4)] for b in range(40)]
+    rollout = generate(model, prompts, 4, 9, 1.0, (), seeded(0))  # all of one length
+    features = JointEncoder(lora.apply(model), 8).encode([None] * 40, prompts, rollout, [""] * 160,
+                                                         seeded(0))
+    query = features.query[:, None].expand_as(features.response)
+    given = torch.cat((query, features.response, torch.ones_like(query[..., :1])), -1).flatten(0, 1)
+    state = features.both.flatten(0, 1)
+    fit = given @ torch.linalg.lstsq(given, state).solution
+    left = (state - fit).square().sum() / (state - state.mean(0)).square().sum()
+    assert left > 0.05
 
 
 def test_the_loss_adds_the_world_model_and_one_contrast():

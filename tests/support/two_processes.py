@@ -140,7 +140,8 @@ class Networks:
 
     def check(self) -> None:
         mine = list(parallel.share(range(4)))
-        features = strategy.Features(*(part[mine] for part in vars(self.features).values()))
+        features = strategy.Features(*(part[mine] for part in vars(self.features).values()
+                                       if part is not None))
         rollout = share_of(self.rollout)
         networks, signals = self.observe(features, CORRECT[mine], rollout)
         for name, tensor in self.alone.state_dict().items():
