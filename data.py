@@ -262,11 +262,14 @@ def load(name: str, split: str, count: int = 0, seed: int = 0) -> list:
     if name in COUNTDOWN:
         problems = countdown(split, count, seed, *COUNTDOWN[name])
     else:
-        problems = list(find_task(name)(split.removesuffix("-drawn")))
+        split = split.removesuffix("-drawn")
+        problems = list(find_task(name)(split) or [])
         random.Random(f"{split} {seed}").shuffle(problems)
     if not problems:
         raise ValueError(f"{name} has no {split} problems: a folder needs a file {split}.jsonl, a "
                          "single file is divided by a hash of its questions")
+    if not all(hasattr(problem, "prompt") and hasattr(problem, "judge") for problem in problems):
+        raise ValueError(f"--data {name}: each problem needs a prompt and a judge")
     if len(problems) < count:
         parallel.say(f"note: {name} has {len(problems)} {split} problems, not {count}")
     return problems[:count or None]

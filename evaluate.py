@@ -29,7 +29,7 @@ from sample import Policy
 from strategy import BaseEncoder, Features
 from support import checkpoint, files, parallel, report, tiny
 from support.clustering import Clustering
-from support.config import Config, flag, guard, parse
+from support.config import Config, check_config, flag, guard, parse
 from support.fast import accelerate
 
 KS = (1, 5, 16)
@@ -45,6 +45,12 @@ def entropy(counts: Tensor) -> Tensor:
     """counts (..., K) -> the entropy of their frequencies in nats (...)."""
     frequencies = counts / counts.sum(-1, keepdim=True).clamp(min=1e-9)
     return torch.special.entr(frequencies).sum(-1)
+
+
+def corrected_entropy(counts: Tensor) -> Tensor:
+    """Miller and Madow's: + (labels seen - 1) / (2 samples), since few samples show few labels."""
+    seen, total = (counts > 0).sum(-1), counts.sum(-1)
+    return entropy(counts) + (seen - 1).clamp(min=0) / (2 * total.clamp(min=1))
 
 
 def centre(draws: Tensor) -> Tensor:
@@ -88,7 +94,10 @@ def evaluate(policy: Policy, problems: list, config: Config, clustering: Cluster
     clusters, places = (part.tolist() for part in clustering.read(features))
     groups = [responses[i:i + G] for i in range(0, len(responses), G)]
     records = [report.make_record(*row) for row in zip(problems, groups, clusters, places)]
-    return Evaluation(measure(problems, groups, clusters, seed), records, clustering)
+    metrics = measure(problems, groups, clusters, seed)
+    metrics |= {"data": config.data, "split": config.eval_split,
+                "temperature": config.eval_temperature}
+    return Evaluation(metrics, records, clustering)
 
 
 def count_labels(labels: list[list]) -> tuple[list, Tensor]:
@@ -116,13 +125,14 @@ def measure(problems: list, groups: list[list[str]], clusters: list[list[int]] |
         labels = [[problem.strategy_of(text) for text in group] for problem, group in pairs]
         names, counts["strategy_entropy"] = count_labels(labels)
         total = counts["strategy_entropy"].sum(0)
-        strategies = dict(zip(names, (total / total.sum().clamp(min=1)).tolist()))
+        shares_of = (total / total.sum().clamp(min=1)).tolist()
+        strategies = {name: share for name, share in zip(names, shares_of) if name}
         right = [[label if problem.judge(text) else None for text, label in zip(group, row)]
                  for (problem, group), row in zip(pairs, labels)]
-        counts["strategy_choice"] = count_labels(right)[1]
-    if hasattr(problems[0], "strategies"):
-        shares["coverage"] = [len(set(row) - {None}) / len(problem.strategies)
-                              for problem, row in zip(problems, right)]
+        right_counts = count_labels(right)[1]
+        if hasattr(problems[0], "strategies"):
+            shares["coverage"] = [len(set(row) - {None}) / max(len(problem.strategies), 1)
+                                  for problem, row in zip(problems, right)]
 
     # Row 0 counts every problem once, the others are draws of n problems with replacement.
     drawn = torch.randint(n, (DRAWS, n), generator=torch.Generator().manual_seed(seed))
@@ -130,18 +140,17 @@ def measure(problems: list, groups: list[list[str]], clusters: list[list[int]] |
     weights = torch.cat((torch.ones(1, n), weights)).double()
     values = {name: weights @ torch.tensor(share, dtype=torch.float64) / n
               for name, share in shares.items()}
-    if "strategy_choice" in counts:  # the mean over problems with a correct response
-        table = counts.pop("strategy_choice")
-        some = (table.sum(1) > 0).double()
-        total = (weights @ some).clamp(min=1)
-        values["strategy_choice"] = weights @ (entropy(table) * some) / total
     for name, table in counts.items():
         draws = entropy(weights @ table)
-        if name == "strategy_entropy":  # I(problem; strategy) = H(strategy) - H(strategy | problem)
-            legal = table.sum(1)
-            given = weights @ (entropy(table) * legal) / (weights @ legal).clamp(min=1)
-            values["strategy_information"] = centre(draws - given)
         values[name] = centre(draws)
+        if name == "strategy_entropy":
+            # I(problem; strategy) = H(strategy) - H(strategy | problem), among legal responses.
+            legal = table.sum(1)
+            given = weights @ (corrected_entropy(table) * legal) / (weights @ legal).clamp(min=1)
+            values["strategy_information"] = centre(draws - given)
+            some = (right_counts.sum(1) > 0).double()  # problems with a correct response
+            choice = weights @ (corrected_entropy(right_counts) * some)
+            values["strategy_choice"] = choice / (weights @ some).clamp(min=1)
     quantiles = torch.tensor([0.025, 0.975], dtype=torch.float64)
     metrics = dict.fromkeys(report.METRICS)
     metrics |= {name: value[0].item() for name, value in values.items()}
@@ -167,6 +176,7 @@ def export(policy: Policy, folder: Path, problem, step: int, metrics: dict) -> N
 class Request(Config):
     path: str = flag("", "a run folder of train.py, a model folder, a hub id, or tiny",
                      group="What to evaluate, and where the results go")
+    seed: int = flag(0, "of the sampled responses and the bootstrap", high=2 ** 32 - 1)
     output: str = flag("", "also write the results to this JSON file")
     export: str = flag("", "also write a run's merged model into this folder")
 
@@ -177,15 +187,21 @@ FLAGS = OWN_FLAGS | {"data", "eval_split", "eval_problems", "eval_samples", "eva
                      "dtype", "cache"}
 
 
+def is_result(file: Path) -> bool:
+    """Whether a file was written by --output; a run's own evaluation has a step."""
+    if file.is_symlink() or not file.is_file():
+        return False
+    saved = files.read_json(file)
+    return "pass@1" in saved and "step" not in saved
+
+
 def check_targets(request: Request, is_run: bool) -> None:
     """Bad places should fail before the evaluation, not after it."""
     output, target = Path(request.output), Path(request.export)
     if request.output and (output.is_dir() or not output.absolute().parent.is_dir()):
         raise ValueError(f"--output {output}: expected a file in a folder that exists")
-    if output.is_file() and "pass@1" not in files.read_json(output):
+    if request.output and output.exists() and not is_result(output):
         raise ValueError(f"--output {output} exists and is no earlier result: choose another")
-    if 0 < request.eval_temperature < 1e-6:
-        raise ValueError("--eval-temperature: expected 0, which is greedy, or at least 1e-6")
     if request.export and not is_run:
         raise ValueError(f"--export needs a run folder; {request.path!r} is a model")
     if request.export and target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -199,6 +215,7 @@ def evaluate_path(request: Request, given: set[str]) -> None:
     check_targets(request, run_config is not None)
     base = run_config or replace(request, model=request.path)
     config = replace(base, **{name: getattr(request, name) for name in given - OWN_FLAGS})
+    check_config(config)
     problems = data.load(config.data, config.eval_split, config.eval_problems)
     with parallel.leader_first():  # tiny is built for the run's task
         folder = tiny.find_base(replace(config, data=base.data), may_build=run_config is None)

@@ -182,13 +182,16 @@ def augment(correct: Tensor, intrinsic: Tensor, config: Config, step: int) -> Te
     that earn. A bonus that multiplies rewards weakens the KL penalty, since AdamW ignores the
     scale of a loss; these weights only redistribute, so that the penalty keeps its meaning.
     """
+    if getattr(intrinsic, "shape", None) != correct.shape:
+        raise ValueError(f"--method {config.method} gave {getattr(intrinsic, 'shape', intrinsic)}, "
+                         f"expected a tensor of shape {tuple(correct.shape)}")
     earns = gate(correct, config.gate) > 0
     bonus = alpha_at(step, config) * torch.where(earns, intrinsic, 0.0)
-    if intrinsic.shape != correct.shape or not bonus.isfinite().all():
-        raise ValueError(f"--method {config.method} gave {tuple(intrinsic.shape)} numbers, "
-                         f"expected {tuple(correct.shape)}, all finite")
+    if not bonus.isfinite().all():
+        raise ValueError(f"--method {config.method} gave a number that is not finite")
     if config.bonus == "added":
         return correct + bonus
+    earns &= correct > 0
     weights = (1 + bonus).clamp(min=0.0)  # no correct response earns less than a wrong one
     paid = weights[earns]
     if parallel.active:

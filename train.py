@@ -160,7 +160,7 @@ def train_step(run: Run, step: int) -> dict:
     """One step of GRPO with an intrinsic reward -> its metrics."""
     config = replace(run.config, kl=grpo.kl_at(step, run.config))
     model, strategist = run.model, run.strategist
-    metrics, per_response, times = {}, {}, [time.perf_counter()]
+    metrics, per_response, times = {"kl_weight": config.kl}, {}, [time.perf_counter()]
 
     # 1. Rollout: G responses to each of B problems.
     problems, prompts = run.batch(step)

@@ -7,7 +7,7 @@ and whose state_dict goes into the checkpoint. The gate, alpha and the logging a
 Rivals and controls of SuS's second part, which look at correctness alone:
     passk        Chen et al. 2025, arXiv 2508.10751: Pass@k training, k = 4
                  (--bonus added --gate none --alpha 1 --alpha-decay 0)
-    focal        1 - the group's accuracy: the success surprise without a network
+    focal        1 - the group's accuracy: the success surprise without a network (--bonus scaled)
 of its first part, which tell the correct responses of a group apart:
     novelty      distance to the group's other correct responses
     repository   Kashirskiy and Makarov, March 2026: novelty times difficulty, nothing learned
@@ -15,7 +15,7 @@ of its first part, which tell the correct responses of a group apart:
     unlikeliness He et al. 2025, 2506.02355: rank of a response's probability
                  (--bonus added --alpha 0.25 --alpha-decay 0)
     smoothing    Gai et al. 2025, 2511.19942: improbable if right, probable if wrong
-                 (--bonus added --gate group)
+                 (--bonus added --gate group --alpha 0.02 --alpha-decay 0)
 of both:
     ss_focal     SS plus focal
     shuffled     SuS's bonuses, dealt out at random among the responses that earn
@@ -23,10 +23,11 @@ of both:
     random_embeddings    SuS with random unit vectors in place of z_post
 and others:
     icm          Pathak et al. 2017: error of the forward model M; needs --reading equations
-    rnd          Burda et al. 2018: error of distilling a random network
+    rnd          Burda et al. 2018: mean squared error of distilling a random network
     count        Bellemare et al. 2016: 1 / sqrt(running share) of the embedding's cluster
     uniqueness   Hu et al. 2026: 1 / correct responses of the group in the same cluster
     oracle       minus log of the *true* strategy's running share: only to compare with
+    group_oracle 1 / correct responses of the group with the same true strategy: the same
 """
 import json
 from dataclasses import replace
@@ -57,12 +58,21 @@ def unpack(state: Tensor) -> dict:
     return json.loads(bytes(state.tolist()))
 
 
+def require_gate(config: Config, gate: str) -> None:
+    """For rewards that pay wrong responses too."""
+    if config.gate != gate or config.bonus != "added":
+        raise ValueError(f"--method {config.method} needs --gate {gate} --bonus added")
+
+
 def passk(signals: Signals, config: Config) -> Tensor:
     """A wrong response is paid the chance that k - 1 others of its group hold a right one.
 
     Centred in its group, c plus this is the paper's advantage before its division.
     """
     G = signals.correct.shape[1]
+    require_gate(config, "none")
+    if G < PASS_K:
+        raise ValueError(f"--method {config.method} needs --samples {PASS_K} or more")
     wrong = (1 - signals.correct).sum(1, keepdim=True)
     all_wrong = torch.ones_like(wrong)  # the chance that k - 1 others are all wrong
     for j in range(PASS_K - 1):
@@ -80,13 +90,17 @@ def ss_focal(signals: Signals, config: Config) -> Tensor:
 
 
 def unlikeliness(signals: Signals, config: Config) -> Tensor:
-    """- rank / G of a response's probability in its group; rank 0 is the least likely."""
-    rank = signals.logprobs.sum(-1).argsort(1).argsort(1)
+    """- rank / G of a response's probability in its group; rank 0 is the least likely.
+
+    Of equally likely responses the first has the lower rank.
+    """
+    rank = signals.logprobs.sum(-1).argsort(dim=1, stable=True).argsort(1)
     return -rank.float() / signals.correct.shape[1]
 
 
 def smoothing(signals: Signals, config: Config) -> Tensor:
     """- log pi of a correct response, + log pi of a wrong one."""
+    require_gate(config, "group")
     total = signals.logprobs.sum(-1)
     return torch.where(signals.correct > 0, -total, total)
 
@@ -106,7 +120,7 @@ def random_of(signals: Signals, config: Config) -> torch.Generator:
 
 
 def shuffled(signals: Signals, config: Config) -> Tensor:
-    """Each of SuS's bonuses goes to a random one of the responses that earn."""
+    """Each of SuS's bonuses goes to a random one of the responses that earn (of the same rank)."""
     bonus = sus(signals, config)
     earns = gate(signals.correct, config.gate) > 0
     paid = bonus[earns]
@@ -117,9 +131,8 @@ def shuffled(signals: Signals, config: Config) -> Tensor:
 def flat(signals: Signals, config: Config) -> Tensor:
     """Every response that earns gets their mean."""
     bonus = sus(signals, config)
-    earns = gate(signals.correct, config.gate)
-    mean = (bonus * earns).sum() / earns.sum().clamp(min=1)
-    return torch.full_like(bonus, mean.item())
+    paid = parallel.gather(bonus[gate(signals.correct, config.gate) > 0])
+    return torch.full_like(bonus, paid.mean().item() if len(paid) else 0.0)
 
 
 def random_embeddings(signals: Signals, config: Config) -> Tensor:
@@ -178,7 +191,7 @@ def icm(signals: Signals, config: Config) -> Tensor:
 
 
 class rnd(Learner):
-    """|f(response) - g(response)|^2 for a frozen random f and a g that learns from every batch."""
+    """Mean of (f(response) - g(response))^2, f frozen and random, g learning from every batch."""
 
     def __init__(self, size: int, config: Config):
         super().__init__()

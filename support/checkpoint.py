@@ -63,9 +63,11 @@ def settle(config: Config, given: set[str]) -> Config:
     if changed:
         wishes = [f"--{name.replace('_', '-')} {getattr(config, name)} (the run: "
                   f"{getattr(saved, name)})" for name in changed]
+        why = ""
+        if "steps" in changed:
+            why = " (alpha or the KL weight falls over --steps, so earlier steps depend on it)"
         raise ValueError(f"{config.run} was started with other settings: {', '.join(wishes)}. "
-                         "Leave them out to resume. (Where alpha falls over --steps, earlier "
-                         "steps depend on it.)")
+                         f"Leave them out to resume{why}")
     taken = max(find_checkpoints(Path(config.run)), default=0)
     if "steps" in given and config.steps < taken:
         raise ValueError(f"--steps {config.steps}: {config.run} has taken {taken} steps already")
@@ -76,7 +78,8 @@ def settle(config: Config, given: set[str]) -> Config:
 def fixed_names(config: Config) -> set[str]:
     """The settings that a run keeps for good."""
     names = vars(config).keys() - CHANGEABLE
-    return names | {"steps"} if config.alpha_decay and config.method != "grpo" else names
+    alpha_falls = config.alpha_decay > 0 and config.method != "grpo"
+    return names | {"steps"} if alpha_falls or config.kl_decay < 1 else names
 
 
 @contextmanager

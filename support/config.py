@@ -242,6 +242,8 @@ def check_config(config: Config) -> None:
                          f"{config.method} does not have")
     if config.encoder and config.method == "grpo":
         raise ValueError("--encoder is of no use with --method grpo: leave one of them out")
+    if 0 < config.eval_temperature < 1e-6:
+        raise ValueError("--eval-temperature: expected 0, which is greedy, or at least 1e-6")
     if config.problems < parallel.world():
         raise ValueError(f"--problems {config.problems} leaves some of {parallel.world()} "
                          "processes without work: raise it")

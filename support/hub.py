@@ -46,7 +46,8 @@ class ModelConfig:
         def number(key, default=None, kind=int, most=2 ** 24, source=raw):
             value = default if source.get(key) is None else source[key]
             valid = type(value) in (int, float) and 0 < value <= most and value == kind(value)
-            require(valid, f"{key} is {value!r}, expected a {kind.__name__} of at most {most}")
+            word = "whole number" if kind is int else "number"
+            require(valid, f"{key} is {value!r}, expected a {word} of at most {most}")
             return kind(value)
 
         family = raw.get("model_type")

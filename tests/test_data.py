@@ -374,3 +374,23 @@ def test_gsm8k_through_datasets(monkeypatch):
         data.load("gsm8k", "test", 10)
     with pytest.raises(ValueError, match="no validation split"):
         data.load("gsm8k", "validation", 10)
+
+
+class Lonely:
+    """No problem: nobody judges it."""
+    prompt = "?"
+
+
+def lonely(split):
+    return [Lonely()]
+
+
+def nothing(split):
+    return None
+
+
+@pytest.mark.parametrize("task, words", [("lonely", "a prompt and a judge"),
+                                         ("nothing", "no test problems")])
+def test_a_task_of_ones_own_must_give_problems(task, words):
+    with pytest.raises(ValueError, match=words):
+        data.load(f"tests.test_data:{task}", "test")

@@ -2,6 +2,7 @@
 import itertools
 import json
 import math
+import os
 import shutil
 import statistics
 from dataclasses import replace
@@ -70,13 +71,28 @@ def test_coverage_choice_and_information_by_hand():
     found = evaluate.measure([one, two], groups)
     assert found["coverage"] == pytest.approx((2 / 2 + 0 / 1) / 2)
     entropy = -2 / 3 * math.log(2 / 3) - 1 / 3 * math.log(1 / 3)
-    assert found["strategy_choice"] == pytest.approx(entropy)  # the other has no correct response
+    # The other problem has no correct response. Two labels seen in three: + 1 / 6.
+    assert found["strategy_choice"] == pytest.approx(entropy + 1 / 6)
     low, high = found["intervals"]["coverage"]
     assert (low, high) == (0, 1)
     # Of six legal plays four are ++, one ** and one -+; the first problem has 2, 1, 1 of them.
     marginal = -4 / 6 * math.log(4 / 6) - 2 / 6 * math.log(1 / 6)
-    given = 4 / 6 * (0.5 * math.log(2) + 0.5 * math.log(4))
+    given = 4 / 6 * (0.5 * math.log(2) + 0.5 * math.log(4) + 2 / 8)  # three labels seen in four
     assert found["strategy_information"] == pytest.approx(marginal - given)
+
+
+def test_strategies_that_do_not_depend_on_the_problem_carry_little_information():
+    """The plain estimate would be 0.3 nats with 16 responses; the true value is 0."""
+    generator = torch.Generator().manual_seed(0)
+    plays = ["1+2=3;3+3=6", "1*2=2;2*3=6", "3-2=1;1+1=2", "3-2=1;1*1=1", "1*2=2;2+3=5",
+             "2-1=1;3-1=2", "1+2=3;3*3=9", "1+2=3;3-3=0", "1*2=2;3-2=1"]
+    problem = data.Countdown((1, 2, 3), 6)
+    assert len({problem.strategy_of(play) for play in plays}) == 9
+    chosen = torch.randint(9, (200, 16), generator=generator).tolist()
+    found = evaluate.measure([problem] * 200, [[plays[i] for i in row] for row in chosen])
+    assert abs(found["strategy_information"]) < 0.12
+    told = evaluate.measure([problem] * 200, [[plays[n % 9]] * 16 for n in range(200)])
+    assert told["strategy_information"] == pytest.approx(math.log(9), abs=0.01)
 
 
 def test_strategies_cluster_entropy_and_the_pass_curve_by_hand():
@@ -397,6 +413,24 @@ def test_output_writes_over_earlier_results_only(trained, cache, tmp_path, capsy
     for seed in ("0", "1"):
         found = evaluated("tiny", *flags, "--seed", seed, output=tmp_path / "result.json")
         assert found["seed"] == int(seed)
+
+
+def test_output_leaves_a_runs_evaluation_and_other_kinds_of_files_alone(trained, tmp_path, capsys):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere.json")
+    (tmp_path / "elsewhere.json").write_text('{"pass@1": 1}')
+    before = (trained / "evaluation.json").read_bytes()
+    for file in (trained / "evaluation.json", tmp_path / "pipe", tmp_path / "link"):
+        with pytest.raises(SystemExit):
+            evaluate.main([str(trained), "--output", str(file)])
+        assert "--output" in capsys.readouterr().err
+    assert (trained / "evaluation.json").read_bytes() == before
+
+
+def test_an_evaluation_says_how_it_was_measured(trained, tmp_path):
+    found = evaluated(trained, "--eval-temperature", "0.5", "--eval-split", "test-drawn",
+                      output=tmp_path / "out.json")
+    assert (found["data"], found["split"], found["temperature"]) == ("countdown", "test-drawn", 0.5)
 
 
 def test_clusters_of_its_own_give_no_number_to_compare(cache, tmp_path):

@@ -180,6 +180,23 @@ def test_a_scaled_bonus_redistributes_among_those_who_earn():
     assert torch.equal(reward.augment(nobody, intrinsic, config, 0), nobody)
 
 
+@pytest.mark.parametrize("gate", ["group", "none"])
+def test_a_scaled_bonus_is_for_correct_responses_whatever_the_gate(gate):
+    correct = torch.tensor([[1.0, 1.0, 0.0]])
+    config = Config(alpha=1.0, alpha_decay=0.0, bonus="scaled", gate=gate)
+    rewards = reward.augment(correct, torch.tensor([[2.0, 0.0, 50.0]]), config, 0)
+    torch.testing.assert_close(rewards, torch.tensor([[1.5, 0.5, 0.0]]))
+
+
+@pytest.mark.parametrize("bonus, words", [
+    (torch.ones(6), "shape"), (torch.ones(2, 1), "shape"), ([[1.0] * 3] * 2, "shape"),
+    (1.0, "shape"), (None, "shape"), (torch.full((2, 3), math.nan), "not finite")])
+def test_a_reward_of_another_shape_or_kind_is_refused_by_name(bonus, words):
+    correct = torch.tensor([[1.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
+    with pytest.raises(ValueError, match=f"--method mine:reward gave .*{words}"):
+        reward.augment(correct, bonus, Config(method="mine:reward"), 0)
+
+
 def test_a_scaled_bonus_never_pays_a_correct_response_less_than_a_wrong_one():
     correct = torch.tensor([[1.0, 1.0, 0.0]])
     config = Config(alpha=2.0, alpha_decay=0.0, bonus="scaled")

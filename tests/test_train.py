@@ -435,6 +435,7 @@ def test_the_kl_weight_of_a_step_falls(make_run, monkeypatch):
     config = Watched(run, 4, monkeypatch).calls[-1]["config"]
     assert config.kl == pytest.approx(0.1)
     assert config.kl_form == "k2"
+    assert Watched(run, 0, monkeypatch).metrics["kl_weight"] == pytest.approx(0.2)
 
 
 @pytest.mark.parametrize("epochs", [1, 3])

@@ -220,7 +220,7 @@ def test_more_steps_are_refused_where_earlier_steps_depend_on_them(cache, tmp_pa
     capsys.readouterr()
     error = refused(capsys, resume, folder, "--steps", "4")
     assert "--steps 4" in error
-    assert "alpha falls over --steps" in error
+    assert "falls over --steps" in error
     resume(folder, "--steps", "1")  # the same number is no other setting
 
 
@@ -447,6 +447,9 @@ def test_what_may_change_is_no_part_of_a_runs_identity():
     assert first != checkpoint.identify(Config(method="grpo", epochs=2), small_model(), [])
     falling = [checkpoint.identify(Config(steps=steps), small_model(), []) for steps in (5, 6)]
     assert falling[0]["settings"] != falling[1]["settings"]  # alpha falls over the steps
+    falling = [Config(steps=steps, method="grpo", kl_decay=0.1) for steps in (5, 6)]
+    falling = [checkpoint.identify(each, small_model(), []) for each in falling]
+    assert falling[0]["settings"] != falling[1]["settings"]  # so does the KL weight
 
 
 def test_a_run_does_not_forget_steps_that_it_has_taken(copy, capsys):
