@@ -235,6 +235,17 @@ def test_the_same_seed_gives_the_same_evaluation_and_another_does_not(tiny_polic
     assert first.metrics["cluster_entropy"] != other.metrics["cluster_entropy"]
 
 
+def test_a_clustering_that_is_given_is_not_fitted_again(tiny_policy, monkeypatch):
+    """The base model's clusters are the ruler for all later evaluations."""
+    config = replace(tiny_policy.config, eval_samples=4)
+    problems = data.load("countdown", "test", 10)
+    first = evaluate.evaluate(tiny_policy, problems, config)
+    monkeypatch.setattr(clustering.Clustering, "fit", None)  # may not be called
+    again = evaluate.evaluate(tiny_policy, problems, config, first.clustering)
+    assert again.clustering is first.clustering
+    assert again.records == first.records
+
+
 def test_every_batch_has_random_numbers_of_its_own(tiny_policy):
     config = replace(tiny_policy.config, eval_samples=2)
     problems = data.load("countdown", "test", 1) * 64  # two batches of the same problem
