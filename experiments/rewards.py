@@ -245,11 +245,15 @@ class count(Clusters):
         return share[cluster].clamp(min=1e-6).rsqrt()
 
 
+def one_over_count(labels: Tensor, correct: Tensor) -> Tensor:
+    """labels (B, G) -> 1 / correct responses of the group with the same label."""
+    same = labels[:, :, None] == labels[:, None, :]  # (B, G, G)
+    return 1 / (same * correct[:, None, :]).sum(-1).clamp(min=1)
+
+
 class uniqueness(Clusters):
     def forward(self, signals: Signals, config: Config) -> Tensor:
-        cluster = self.assign(signals)
-        same = cluster[:, :, None] == cluster[:, None, :]  # (B, G, G)
-        return 1 / (same * signals.correct[:, None, :]).sum(-1).clamp(min=1)
+        return one_over_count(self.assign(signals), signals.correct)
 
 
 def true_strategies(signals: Signals, config: Config) -> list[str | None]:
@@ -263,12 +267,10 @@ def true_strategies(signals: Signals, config: Config) -> list[str | None]:
 
 def group_oracle(signals: Signals, config: Config) -> Tensor:
     """1 / correct responses of the group with the same *true* strategy."""
-    B, G = signals.correct.shape
     labels = true_strategies(signals, config)
-    same = [[labels[b * G + i] == labels[b * G + j] for j in range(G)]
-            for b in range(B) for i in range(G)]
-    same = torch.tensor(same).view(B, G, G).to(signals.correct)
-    return 1 / (same * signals.correct[:, None, :]).sum(-1).clamp(min=1)
+    numbers = {label: number for number, label in enumerate(set(labels))}
+    own = signals.correct.new_tensor([numbers[label] for label in labels])
+    return one_over_count(own.view_as(signals.correct), signals.correct)
 
 
 class oracle(nn.Module):
