@@ -208,6 +208,13 @@ def check_targets(request: Request, is_run: bool) -> None:
         raise ValueError(f"--export {target} exists and is not an empty folder: choose another")
 
 
+def load_run(policy: Policy, folder: Path) -> tuple[Clustering | None, int]:
+    """A run's adapter into its base model -> the run's clustering and step."""
+    step = checkpoint.find_step(folder, {"base": checkpoint.fingerprint(policy.model)})
+    lora.load(policy.model, folder / "adapter")
+    return Clustering.load_if_there(folder, policy.model), step
+
+
 def evaluate_path(request: Request, given: set[str]) -> None:
     """Evaluate a run with the settings in its folder, unless flags say otherwise, or a model."""
     path = Path(request.path)
@@ -220,11 +227,7 @@ def evaluate_path(request: Request, given: set[str]) -> None:
     with parallel.leader_first():  # tiny is built for the run's task
         folder = tiny.find_base(replace(config, data=base.data), may_build=run_config is None)
     policy = sample.open_policy(folder, config)
-    clustering = None
-    if run_config:
-        step = checkpoint.find_step(path, {"base": checkpoint.fingerprint(policy.model)})
-        lora.load(policy.model, path / "adapter")
-        clustering = Clustering.load_if_there(path, policy.model)
+    clustering, step = load_run(policy, path) if run_config else (None, 0)
     accelerate(policy.model)
     if request.export:
         Path(request.export).mkdir(parents=True, exist_ok=True)

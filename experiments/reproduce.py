@@ -1,11 +1,12 @@
-"""The tables and figures of RESULTS.md: settings x seeds on Countdown, a process of train.py each.
+"""The tables and figures of RESULTS.md: settings x base models, a process of train.py each.
 
-    python -m experiments.reproduce             main results and ablation
-    python -m experiments.reproduce --quick     the first 160 steps of three methods
+    python -m experiments.reproduce --part main     one part; --help lists them
+    python -m experiments.reproduce --quick         the first 160 steps of three methods
 
-Settings are chosen (sweep, tune) with seeds from 0 and validation problems, and reported with seeds
-from 10 and test problems. Finished runs are kept: after Ctrl-C or a crash the same command goes on.
-tables.md has means with 95 % intervals over seeds (Student's t), and differences paired by seed.
+Settings are chosen (tune, many-tune, sweep) on validation problems with base models and seeds from
+0 on, and reported (main, many, others) on test problems with base models from 5 and seeds from 20.
+Each run is then measured at several temperatures. Finished runs are kept: after Ctrl-C or a crash
+the same command goes on. measures.jsonl has all numbers, tables.md compares them.
 """
 import os
 import subprocess
@@ -14,59 +15,79 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from experiments import plot
+from experiments import compare, plot, temperatures
 from support import checkpoint, files, tiny
 from support.config import Config, flag, guard, parse
 
-MAIN = {"sus": "sus", "ss": "ss", "surprise": "surprise",  # name: method and flags
-        "perplexity": "perplexity", "oracle": "experiments.rewards:oracle --alpha 4",
-        "grpo": "grpo", "grpo-no-kl": "grpo --kl 0", "grpo-kl-0.1": "grpo --kl 0.1",
-        "grpo-kl-0.1-rate-0.004": "grpo --kl 0.1 --learning-rate 0.004"}
-QUICK = {name: MAIN[name] for name in ("sus", "grpo", "grpo-no-kl")}
-SWEEP = {"sus": "sus"} | {name: f"sus --{name.replace('_', '-')}" for name in (
-    "alpha=4", "alpha=16", "lambda_ss=0.5", "lambda_ss=2", "lambda_sus=0", "lambda_sus=1",
-    "kl=0.01", "kl=0.1")}
-TUNE = {name: setting for name, setting in MAIN.items() if name.startswith("grpo")}
-TUNE |= {f"grpo-{change.replace('=', '-')}": f"grpo --{change}" for change in (
-    "kl=0.01", "kl=0.3", "learning-rate=0.001", "learning-rate=0.004", "normalise=std")}
-OTHERS = {"sus": "sus", "no-baseline": "sus --sus-baseline none", "gate-none": "sus --gate none",
-          "no-decay": "sus --alpha-decay 0", "equations": "sus --reading equations --gate none",
-          "no-warm-up": "sus --strategy-warmup 0", "batch-negatives": "sus --negatives batch",
-          "learned-lambdas": "sus --learn-lambdas", "novelty": "experiments.rewards:novelty",
-          "gate-correct": "sus --gate correct", "literal": "sus --alpha 0.3 --sus-baseline none "
-          "--gate correct --normalise std --strategy-warmup 0 --strategy-updates 1"}
-PARTS = {"main": MAIN, "quick": QUICK, "sweep": SWEEP, "tune": TUNE, "others": OTHERS}
-SHORT = {"part": "quick", "steps": 160, "seeds": 3, "bases": 1}  # what --quick changes
-COLUMNS = ("pass@1", "pass@5", "pass@16", "strategy_entropy", "cluster_entropy")
+OTHER = "experiments.rewards:"
+SUS = "--bonus scaled --alpha 16"  # also where it has no effect, so that all settings are written
+PASSK = "--bonus added --gate none --alpha 1 --alpha-decay 0"
+FALLING = "--kl 0.1 --kl-decay 0.03"
+PROBLEMS = 400  # per split
+
+
+def grid(name: str, method: str, flags: str, weights) -> dict[str, str]:
+    """One method with several KL weights."""
+    return {f"{name}-kl-{kl}": f"{method} {flags} --kl {kl}" for kl in weights}
+
+
+# name: method and flags
+TUNE = {**grid("grpo", "grpo", SUS, (0.03, 0.05, 0.1)), "grpo-falling": f"grpo {SUS} {FALLING}",
+        **grid("sus", "sus", SUS, (0.03, 0.05, 0.1)),
+        "sus-alpha-8": "sus --bonus scaled --alpha 8 --kl 0.05",
+        **grid("focal", OTHER + "focal", SUS, (0.03, 0.05, 0.1)),
+        "focal-alpha-8": f"{OTHER}focal --bonus scaled --alpha 8 --kl 0.05",
+        **grid("passk", OTHER + "passk", PASSK, (0.0, 0.03, 0.05, 0.1))}
+QUICK = {"sus": f"sus {SUS} --kl 0.05", "grpo": f"grpo {SUS} --kl 0.05",
+         "shuffled": f"{OTHER}shuffled {SUS} --kl 0.05"}
+
+
+@dataclass(frozen=True)
+class Part:
+    settings: dict[str, str]
+    task: str = "countdown"
+    splits: tuple[str, ...] = ("validation",)
+    first_seed: int = 0
+    first_base: int = 0
+    bases: int = 5  # which the seeds take in turn
+
+
+REPORT = {"splits": temperatures.SPLITS, "first_seed": 20, "first_base": 5}
+PARTS = {"tune": Part(TUNE), "quick": Part(QUICK, splits=temperatures.SPLITS[:2], first_seed=10,
+                                           bases=1)}
+SHORT = {"part": "quick", "steps": 160, "seeds": 3}  # what --quick changes
 
 
 @dataclass(frozen=True)
 class Request:
-    part: str = flag("main", "which settings; sweep varies SuS, tune GRPO", choices=tuple(PARTS))
-    quick: bool = flag(False, "SuS, GRPO and GRPO without KL: 160 steps, 3 seeds, 1 base model")
-    seeds: int = flag(5, "how many seeds", low=1)
-    bases: int = flag(5, "how many base models the seeds take in turn; each takes minutes", low=1)
+    part: str = flag("main", "which settings", choices=tuple(PARTS))
+    quick: bool = flag(False, "SuS, GRPO and shuffled bonuses: 160 steps, 3 seeds, 1 base model")
+    seeds: int = flag(5, "how many seeds, each with a base model of its own", low=1)
     steps: int = flag(400, "policy updates per run", low=1)
     folder: str = flag("runs/reproduce", "where the runs, tables and figures go")
     cache: str = flag("cache", "folder of the first base model; the next are CACHE-1, CACHE-2, ...")
     workers: int = flag(os.cpu_count() or 1, "runs side by side, with one thread each", low=1)
 
 
+def find_cache(request: Request, base: int) -> Path:
+    return Path(f"{request.cache}-{base}" if base else request.cache).absolute()
+
+
 def plan(request: Request, output: Path) -> dict[Path, list[str]]:
     """The folder of every run of a part, and its flags for train.py."""
-    first, split = (0, "validation") if request.part in ("sweep", "tune") else (10, "test")
-    jobs = {}
+    part, jobs = PARTS[request.part], {}
     for number in range(request.seeds):
-        base = number % request.bases
-        cache = Path(f"{request.cache}-{base}" if base else request.cache).absolute()
-        for name, setting in PARTS[request.part].items():
-            flags = (f"--method {setting} --seed {first + number} --steps {request.steps} "
-                     f"--eval-split {split} --eval-every {max(1, request.steps // 4)}")
-            jobs[output / f"{name}-{first + number}"] = [*flags.split(), "--cache", str(cache)]
+        cache = find_cache(request, part.first_base + number % part.bases)
+        seed = part.first_seed + number
+        for name, setting in part.settings.items():
+            flags = (f"--method {setting} --data {part.task} --seed {seed} --steps {request.steps} "
+                     f"--eval-split {part.splits[-1].removesuffix('-drawn')} "
+                     f"--eval-every {max(1, request.steps // 4)}")
+            jobs[output / f"{name}-{seed}"] = [*flags.split(), "--cache", str(cache)]
     return jobs
 
 
-def is_finished(folder: Path, flags: list[str]) -> bool:
+def is_trained(folder: Path, flags: list[str]) -> bool:
     """Whether a run's last evaluation is there; refuses a run that was made with other settings."""
     wanted, _ = parse(Config, "", flags)
     saved = checkpoint.read_config(folder) or wanted
@@ -77,23 +98,35 @@ def is_finished(folder: Path, flags: list[str]) -> bool:
     return wanted.steps in [line["step"] for line in files.read_lines(folder / "evaluations.jsonl")]
 
 
-def start(folder: Path, flags: list[str]) -> subprocess.Popen:
-    """train.py in a session of its own, so that a Ctrl-C at the terminal reaches it from here."""
-    train = Path(__file__).parents[1] / "train.py"
-    resume = ["--resume"] if (folder / "config.json").exists() else []
-    with open(f"{folder}.log", "w") as log:
-        return subprocess.Popen([sys.executable, train, "--run", folder, *flags, *resume],
-                                stdout=log, stderr=log, start_new_session=True)
+def next_command(folder: Path, flags: list[str], splits: tuple[str, ...]) -> list | None:
+    """What a run still needs: training, then measuring."""
+    if not is_trained(folder, flags):
+        resume = ["--resume"] if (folder / "config.json").exists() else []
+        return [Path(__file__).parents[1] / "train.py", "--run", folder, *flags, *resume]
+    lines = files.read_lines(folder / "temperatures.jsonl", key="split")
+    if {line["split"] for line in lines} >= set(splits):
+        return None
+    return ["-m", "experiments.temperatures", folder, "--splits", *splits, "--problems",
+            str(PROBLEMS)]
 
 
-def run_all(jobs: dict[Path, list[str]], workers: int) -> None:
-    waiting = [folder for folder, flags in jobs.items() if not is_finished(folder, flags)]
+def start(command: list, log: Path) -> subprocess.Popen:
+    """A process in a session of its own, so that a Ctrl-C at the terminal reaches it from here."""
+    with open(log, "w") as output:
+        return subprocess.Popen([sys.executable, *command], stdout=output, stderr=output,
+                                cwd=Path(__file__).parents[1], start_new_session=True)
+
+
+def run_all(jobs: dict[Path, list[str]], splits: tuple[str, ...], workers: int) -> None:
+    waiting = [folder for folder in jobs if next_command(folder, jobs[folder], splits)]
     running = {}
     try:
         while waiting or running:
             while waiting and len(running) < workers:
                 folder = waiting.pop(0)
-                running[start(folder, jobs[folder])] = folder
+                command = next_command(folder, jobs[folder], splits)
+                if command:
+                    running[start(command, Path(f"{folder}.log"))] = folder
             time.sleep(0.5)
             for process in [process for process in running if process.poll() is not None]:
                 folder = running.pop(process)
@@ -102,41 +135,15 @@ def run_all(jobs: dict[Path, list[str]], workers: int) -> None:
                     last = log.read_text(errors="replace").strip().rpartition("\n")[2]
                     raise ValueError(f"{folder} failed: {last} (the rest is in {log})")
                 log.unlink()
-                print(f"finished {folder}, {len(waiting) + len(running)} to go")
+                if next_command(folder, jobs[folder], splits):
+                    waiting.insert(0, folder)
+                else:
+                    print(f"finished {folder}, {len(waiting) + len(running)} to go", flush=True)
     finally:
         for process in running:  # they save what they have
             process.terminate()
         for process in running:
             process.wait()
-
-
-def cell(metric: str, ours: dict[int, dict], theirs: dict[int, dict] | None = None) -> str:
-    """Evaluations by seed -> mean ± half its interval; of two, the paired relative difference."""
-    form = ".2f" if "entropy" in metric else ".1%"
-    values = [line[metric] for line in ours.values()]
-    if theirs:
-        form = "+.0%"
-        middle = plot.mean_and_half([line[metric] for line in theirs.values()])[0] or float("nan")
-        values = [(ours[seed][metric] - theirs[seed][metric]) / middle for seed in theirs]
-    mean, half = plot.mean_and_half(values)
-    interval = f" ± {half:{form.strip('+')}}" if len(values) > 1 else ""
-    return f"{mean:{form}}{interval}"
-
-
-def make_table(runs: list[plot.Run]) -> str:
-    """The base models, each setting, and the first setting compared with each other one."""
-    final = {}
-    for run in runs:
-        if None in [run.evaluations[-1].get(metric) for metric in COLUMNS]:
-            raise ValueError(f"the last evaluation of {run.folder} lacks a number: remove the run")
-        final.setdefault(run.name, {})[run.seed] = run.evaluations[-1]
-    first, *others = final
-    rows = {"base model": [{run.config["cache"]: run.evaluations[0] for run in runs}]}
-    rows |= {name: [final[name]] for name in final}
-    rows |= {f"{first} over {name}": [final[first], final[name]] for name in others}
-    lines = [["", *(metric.replace("_", " ") for metric in COLUMNS)], ["---"] * (len(COLUMNS) + 1)]
-    lines += [[name, *(cell(metric, *sides) for metric in COLUMNS)] for name, sides in rows.items()]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -147,15 +154,18 @@ def main(argv: list[str] | None = None) -> None:
             raise ValueError(f"--quick is a part of its own: leave out --part {request.part}")
         if request.quick:
             request = replace(request, **{key: SHORT[key] for key in SHORT.keys() - given})
-        output = Path(request.folder, request.part)
+        part, output = PARTS[request.part], Path(request.folder, request.part).absolute()
         output.mkdir(parents=True, exist_ok=True)
+        for number in range(min(request.seeds, part.bases)):
+            base = part.first_base + number
+            tiny.find_tiny(part.task, find_cache(request, base), seed=base)
         jobs = plan(request, output)
-        for number, cache in enumerate(dict.fromkeys(flags[-1] for flags in jobs.values())):
-            tiny.find_tiny("countdown", Path(cache), seed=number)
-        run_all(jobs, request.workers)
-        runs = plot.find_runs([str(folder) for folder in jobs])
-        table = f"{request.steps} steps: mean ± half of its 95 % interval\n\n{make_table(runs)}"
+        run_all(jobs, part.splits, request.workers)
+        lines = [line for folder in jobs for line in temperatures.read_measures(folder)]
+        files.write_lines(output / "measures.jsonl", lines)
+        table = f"{request.steps} steps, {compare.make_tables(lines)}"
         files.write_text(output / "tables.md", table)
+        runs = plot.find_runs([str(folder) for folder in jobs])
         print(table, output / "tables.md", *plot.draw(runs, output), sep="\n")
 
 

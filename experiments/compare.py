@@ -1,0 +1,202 @@
+"""Tables that compare settings: each at a temperature of its own, and along its whole curve.
+
+    python -m experiments.compare results/countdown.jsonl
+
+How sharp a policy is can be chosen for free when it is decoded. So a setting's value of a measure
+is taken at the temperature that has the best mean on validation problems, and two settings are
+also compared where both have the same pass@16, coverage or pass@1: at MATCH of what the lesser of
+them can reach at any temperature, interpolated along the curves.
+
+A line of such a file has name, seed, split, temperature and measures. Numbers are means ± half of
+their 95 % interval over seeds (Student's t); differences are paired by seed, relative to the second
+setting's mean. p is that of a paired t-test after Holm's correction over the comparisons that were
+planned as primary: against the best GRPO and PRIMARY, in the measures of GOALS.
+"""
+import argparse
+from pathlib import Path
+
+import numpy as np
+
+from support.config import Parser, guard
+from support.files import read_lines
+
+MEASURES = ("pass@1", "pass@5", "pass@16", "coverage")
+MATCHED = (("pass@1", "pass@16"), ("pass@1", "coverage"), ("coverage", "pass@1"))
+MATCH = 0.95
+PRIMARY = ("passk", "focal", "shuffled", "random")
+GOALS = {"countdown": ("pass@1", "pass@5"), "countdown-many": ("coverage at equal pass@1",)}
+# Student's t, 97.5 %, by degrees of freedom; beyond them 1.96 + 2.5 / degrees is close.
+STUDENT = (np.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+Curves = dict[str, dict[int, list[dict]]]  # setting -> seed -> lines by rising temperature
+
+
+def mean_and_half(values: list[float]) -> tuple[float, float]:
+    """Mean and half the width of its 95 % interval, which a single value does not have: nan."""
+    n = len(values)
+    t = STUDENT[n - 1] if n <= len(STUDENT) else 1.96 + 2.5 / (n - 1)
+    return np.mean(values), t * np.std(values, ddof=min(1, n - 1)) / np.sqrt(n)
+
+
+def p_value(differences: list[float]) -> float:
+    """Two-sided, of a t-test against zero; the density is summed up to far beyond any use."""
+    n = len(differences)
+    deviation = np.std(differences, ddof=1) / np.sqrt(n)
+    t = abs(np.mean(differences)) / deviation if deviation else np.inf
+    x = np.linspace(0, 1000, 1_000_001)
+    density = (1 + x * x / (n - 1)) ** (-n / 2)
+    return density[x >= t].sum() / density.sum()
+
+
+def holm(p_values: list[float]) -> list[float]:
+    """Holm's correction: the smallest p times their number, the next times one less, and so on."""
+    adjusted, largest = list(p_values), 0.0
+    for rank, index in enumerate(np.argsort(p_values)):
+        largest = max(largest, min(1.0, p_values[index] * (len(p_values) - rank)))
+        adjusted[index] = largest
+    return adjusted
+
+
+def read_curves(lines: list[dict], split: str) -> Curves:
+    curves: Curves = {}
+    for line in sorted(lines, key=lambda line: line["temperature"]):
+        if line["split"] == split:
+            curves.setdefault(line["name"], {}).setdefault(line["seed"], []).append(line)
+    return {name: curves[name] for name in dict.fromkeys(line["name"] for line in lines)
+            if name in curves}
+
+
+def known(curves: Curves, measures) -> list:
+    """Those of these measures, or pairs of them, that the task has."""
+    line = next(iter(next(iter(curves.values())).values()))[0]
+    return [each for each in measures
+            if {each} <= line.keys() or isinstance(each, tuple) and set(each) <= line.keys()]
+
+
+def mean_curve(seeds: dict[int, list[dict]], measures=MEASURES) -> list[dict]:
+    """A setting's mean over its seeds at each temperature."""
+    return [{"temperature": lines[0]["temperature"],
+             **{name: np.mean([line[name] for line in lines]) for name in measures}}
+            for lines in zip(*seeds.values())]
+
+
+def choose_temperature(seeds: dict[int, list[dict]], measure: str) -> float:
+    """The temperature with the best mean; of equal ones the lowest."""
+    curve = mean_curve(seeds, [measure])
+    return max(curve, key=lambda line: (line[measure], -line["temperature"]))["temperature"]
+
+
+def frontier(curve: list[dict], measure: str, at: str, level: float) -> float:
+    """The highest `measure` along a curve where its `at` is at least this level."""
+    reached = [line[measure] for line in curve if line[at] >= level]
+    for a, b in zip(curve, curve[1:]):
+        if min(a[at], b[at]) < level < max(a[at], b[at]):
+            share = (level - a[at]) / (b[at] - a[at])
+            reached.append(a[measure] + share * (b[measure] - a[measure]))
+    return max(reached)
+
+
+def values_at(seeds: dict[int, list[dict]], measure: str, temperature: float) -> dict[int, float]:
+    return {seed: line[measure] for seed, lines in seeds.items() for line in lines
+            if line["temperature"] == temperature}
+
+
+def differences(ours: dict[int, float], theirs: dict[int, float]) -> list[float]:
+    """Paired by seed, relative to the mean of theirs."""
+    pairs = ours.keys() & theirs.keys()
+    middle = np.mean([theirs[seed] for seed in pairs]) or np.nan
+    return [(ours[seed] - theirs[seed]) / middle for seed in sorted(pairs)]
+
+
+def matched_differences(ours: dict, theirs: dict, measure: str, at: str) -> list[float]:
+    """The same at an equal value of `at`, pair by pair."""
+    found = {}, {}
+    for seed in ours.keys() & theirs.keys():
+        sides = ours[seed], theirs[seed]
+        level = MATCH * min(max(line[at] for line in side) for side in sides)
+        for values, side in zip(found, sides):
+            values[seed] = frontier(side, measure, at, level)
+    return differences(*found)
+
+
+def percent(values: list[float], sign: str = "") -> str:
+    mean, half = mean_and_half(values)
+    digits = 0 if sign else 1
+    return f"{100 * mean:{sign}.{digits}f}" + (
+        f" ± {100 * half:.{digits}f}" if len(values) > 1 else "")
+
+
+def as_table(head: list[str], rows: list[list[str]]) -> str:
+    return "".join(f"| {' | '.join(row)} |\n" for row in [head, ["---"] * len(head), *rows])
+
+
+def settings_table(curves: Curves, validation: Curves) -> str:
+    """Every setting at its own temperatures."""
+    rows = []
+    for name, seeds in curves.items():
+        cells = []
+        for measure in known(curves, MEASURES):
+            temperature = choose_temperature(validation[name], measure)
+            values = list(values_at(seeds, measure, temperature).values())
+            cells.append(f"{percent(values)} (T {temperature:g})")
+        rows.append([name, *cells])
+    return as_table(["per cent", *known(curves, MEASURES)], rows)
+
+
+def find_best(validation: Curves, prefix: str = "grpo") -> str | None:
+    """The setting of a family with the best pass@1 on validation."""
+    means = {name: max(line["pass@1"] for line in mean_curve(seeds, ["pass@1"]))
+             for name, seeds in validation.items() if name.startswith(prefix)}
+    return max(means, key=means.get, default=None)
+
+
+def differences_table(curves: Curves, validation: Curves, task: str) -> str:
+    """The first setting over each other one, the best GRPO first."""
+    first, *others = curves
+    best = find_best(validation)
+    rows, planned = {}, {}
+    for other in sorted(others, key=lambda name: name != best):
+        name = f"{other} (best GRPO)" if other == best else other
+        ours, theirs = curves[first], curves[other]
+        cells = {measure: differences(*(
+            values_at(curves[side], measure, choose_temperature(validation[side], measure))
+            for side in (first, other))) for measure in ("pass@1", "pass@5")}
+        cells |= {f"{measure} at equal {at}": matched_differences(ours, theirs, measure, at)
+                  for measure, at in known(curves, MATCHED)}
+        rows[name] = cells
+        if other in PRIMARY or other == best:
+            planned |= {(name, goal): cells[goal] for goal in GOALS.get(task, ())}
+    planned = {key: values for key, values in planned.items() if len(values) > 1}
+    p_values = dict(zip(planned, holm([p_value(values) for values in planned.values()])))
+    lines = [[name, *(percent(values, "+") + (
+        f", p {p_values[name, measure]:.3f}" if (name, measure) in p_values else "")
+        for measure, values in cells.items())] for name, cells in rows.items()]
+    return as_table([f"{first} over, per cent", *next(iter(rows.values()))], lines) if rows else ""
+
+
+def make_tables(lines: list[dict]) -> str:
+    """All tables of a file; without test problems, what was measured on validation."""
+    validation = read_curves(lines, "validation")
+    splits = [split for split in ("test", "test-drawn") if read_curves(lines, split)]
+    text = ""
+    for split in splits or ["validation"]:
+        curves = read_curves(lines, split)
+        chosen = {name: validation.get(name, curves[name]) for name in curves}
+        seeds = max(len(each) for each in curves.values())
+        text += (f"{split} problems, {seeds} seeds: mean ± half of its 95 % interval\n\n"
+                 f"{settings_table(curves, chosen)}\n"
+                 f"{differences_table(curves, chosen, lines[0].get('data', ''))}\n")
+    return text
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path, help="lines as experiments.reproduce writes them")
+    arguments = parser.parse_args(argv)
+    with guard():
+        if not arguments.file.is_file():
+            raise ValueError(f"{arguments.file} is not a file of experiments.reproduce")
+        print(make_tables(read_lines(arguments.file, key="temperature")))
+
+
+if __name__ == "__main__":
+    main()
