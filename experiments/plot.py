@@ -6,7 +6,10 @@
 Runs whose folders differ only in the number at the end are seeds of one setting: they share a line,
 with the 95 % interval of their mean as a band.
 
-    story, diversity, intrinsic, losses, training    metrics over the steps
+    temperatures        pass@1 against pass@16 and against coverage as the temperature rises, for
+                        runs that experiments.temperatures has measured
+    story, diversity, intrinsic, losses, training    metrics over the steps; dotted: the entropy of
+                        a policy that is always right, with one strategy per problem or with all
     passes, ablation    pass@k against k; both parts of SuS, either part, none
     sensitivity         pass@k of sus and of runs named FLAG=VALUE against the value
     embeddings          a map of responses, coloured by true strategy or else by cluster
@@ -19,6 +22,8 @@ from pathlib import Path
 
 import numpy as np
 
+import data
+from experiments.compare import mean_and_half
 from support.checkpoint import CHANGEABLE
 from support.config import Parser, guard
 from support.files import read_json, read_lines
@@ -29,12 +34,10 @@ OVER_STEPS = {
     "intrinsic": ("ss", "sus", "bonus_share"),
     "losses": ("loss", "contrastive_loss", "expectation_loss", "success_loss", "world_loss"),
     "training": ("correct", "entropy", "kl")}
-MAIN = ("sus", "grpo", "grpo-no-kl", "grpo-kl-0.1")  # first in the legends; with all four of them
-ASIDE = ("ss", "surprise", "perplexity", "oracle", "grpo-kl-0.1-rate-0.004")  # these are left out
+MAIN = ("sus", "grpo", "passk", "focal", "shuffled")  # first in the legends; with all of them
+ASIDE = ("ss", "surprise", "random", "ss_focal", "group_oracle")  # these are left out
 # Okabe and Ito's colours, which people with colour blindness can tell apart, and two more.
 PALETTE = "#0072B2 #D55E00 #56B4E9 #CC79A7 #009E73 #E69F00 #F0E442 #000000 #999999 #882255".split()
-# Student's t, 97.5 %, by degrees of freedom; beyond them 1.96 + 2.5 / degrees is close.
-STUDENT = (np.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 Panels = dict[str, list[tuple]]  # of a figure: heading -> points (name, x, y)
 
 
@@ -89,17 +92,42 @@ def find_runs(paths: list[str]) -> list[Run]:
     return sorted(longest.values(), key=lambda run: (order.index(run.name), run.seed))
 
 
-def mean_and_half(values: list[float]) -> tuple[float, float]:
-    """Mean and half the width of its 95 % interval, which a single value does not have: nan."""
-    n = len(values)
-    t = STUDENT[n - 1] if n <= len(STUDENT) else 1.96 + 2.5 / (n - 1)
-    return np.mean(values), t * np.std(values, ddof=min(1, n - 1)) / np.sqrt(n)
-
-
 def over_steps(runs: list[Run], metrics: tuple[str, ...]) -> Panels:
     lines = [(run.name, line) for run in runs for line in run.evaluations + run.metrics]
     return {f"{metric} by step": [(name, line["step"], line.get(metric)) for name, line in lines]
             for metric in metrics}
+
+
+def over_temperatures(runs: list[Run]) -> Panels:
+    """Means over seeds, on the problems that the runs are reported on."""
+    panels = {"pass@1 by pass@16": [], "pass@1 by coverage": []}
+    for name in dict.fromkeys(run.name for run in runs):
+        folders = [run.folder for run in runs if run.name == name]
+        for source, label in (("temperatures", name), ("base", "base model")):
+            curves = [[line for line in read_lines(folder / f"{source}.jsonl", key="split")
+                       if line["split"] == runs[0].config["eval_split"]] for folder in folders]
+            for lines in zip(*filter(None, curves)):
+                for heading, points in panels.items():
+                    y, x = ([line.get(measure) for line in lines]
+                            for measure in heading.split(" by "))
+                    if None not in x:
+                        points.append((label, np.mean(x), np.mean(y)))
+    return panels
+
+
+def perfect_entropies(run: Run) -> dict[str, float]:
+    """Strategy entropies of policies that are always right, on the run's problems."""
+    if run.config.get("data") not in data.COUNTDOWN:
+        return {}
+    problems = data.load(run.config["data"], run.config["eval_split"], run.config["eval_problems"])
+    common = Counter(way for problem in problems for way in problem.strategies)
+    one = Counter(max(sorted(problem.strategies), key=common.get) for problem in problems)
+    every = Counter()
+    for problem in problems:
+        every.update({way: 1 / len(problem.strategies) for way in problem.strategies})
+    shares = {name: np.array(list(counts.values())) / counts.total()
+              for name, counts in (("one way", one), ("all ways", every))}
+    return {name: -(share * np.log(share)).sum() for name, share in shares.items()}
 
 
 def passes(runs: list[Run]) -> Panels:
@@ -154,12 +182,12 @@ def draw_line(axis, name: str, points: list[tuple]) -> None:
     axis.fill_between(xs, means - halves, means + halves, color=line.get_color(), alpha=0.25)
 
 
-def draw_figure(panels: Panels, file: Path) -> None:
+def draw_figure(panels: Panels, file: Path, perfect: dict[str, float]) -> None:
     try:
         from matplotlib.figure import Figure  # no window, no global state
     except ImportError:
         raise ValueError("figures need matplotlib: pip install matplotlib") from None
-    is_map = file.stem == "embeddings"
+    is_map, is_curve = file.stem == "embeddings", file.stem == "temperatures"
     figure = Figure((4.2 * len(panels) + 2, 4), layout="constrained")
     axes = figure.subplots(1, len(panels), squeeze=False, sharex=is_map, sharey=is_map)[0]
     counts = Counter(name for points in panels.values() for name, *_ in points)
@@ -171,8 +199,14 @@ def draw_figure(panels: Panels, file: Path) -> None:
             own = [(x, y) for other, x, y in points if other == name]
             if is_map:
                 axis.scatter([x for x, _ in own], [y for _, y in own], s=5, label=name)
+            elif is_curve:
+                axis.plot([x for x, _ in own], [y for _, y in own], marker="o", label=name)
+                axis.set_xlabel(heading.partition(" by ")[2] + ", temperature rising from the top")
             else:
                 draw_line(axis, name, own)
+        for name, level in perfect.items() if heading.startswith("strategy_entropy") else ():
+            axis.axhline(level, color="grey", linestyle=":")
+            axis.text(axis.get_xlim()[0], level, f" always right, {name}", va="bottom", fontsize=8)
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     figure.savefig(file, dpi=130)
 
@@ -182,16 +216,18 @@ def draw(runs: list[Run], output: Path) -> list[Path]:
     is_main = {run.name for run in runs}.issuperset(MAIN)
     shown = [run for run in runs if run.name not in ASIDE or not is_main]
     figures = {name: over_steps(shown, metrics) for name, metrics in OVER_STEPS.items()}
-    figures |= {"passes": passes(shown), "ablation": ablation(runs),
-                "sensitivity": sensitivity(runs), "embeddings": embeddings(shown)}
+    figures |= {"temperatures": over_temperatures(shown), "passes": passes(shown),
+                "ablation": ablation(runs), "sensitivity": sensitivity(runs),
+                "embeddings": embeddings(shown)}
     output.mkdir(parents=True, exist_ok=True)
-    written = []
+    written, perfect = [], perfect_entropies(runs[0])
     for name, panels in figures.items():
         panels = {heading: [point for point in points if isinstance(point[2], int | float)]
                   for heading, points in panels.items()}
         if any(panels.values()):
             written.append(output / f"{name}.png")
-            draw_figure({key: points for key, points in panels.items() if points}, written[-1])
+            panels = {key: points for key, points in panels.items() if points}
+            draw_figure(panels, written[-1], perfect)
     return written
 
 

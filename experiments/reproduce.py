@@ -98,16 +98,19 @@ def is_trained(folder: Path, flags: list[str]) -> bool:
     return wanted.steps in [line["step"] for line in files.read_lines(folder / "evaluations.jsonl")]
 
 
-def next_command(folder: Path, flags: list[str], splits: tuple[str, ...]) -> list | None:
-    """What a run still needs: training, then measuring."""
+def next_command(folder: Path, flags: list[str], part: Part) -> list | None:
+    """What a run still needs: training, measuring, and one run per seed also its base model."""
     if not is_trained(folder, flags):
         resume = ["--resume"] if (folder / "config.json").exists() else []
         return [Path(__file__).parents[1] / "train.py", "--run", folder, *flags, *resume]
-    lines = files.read_lines(folder / "temperatures.jsonl", key="split")
-    if {line["split"] for line in lines} >= set(splits):
-        return None
-    return ["-m", "experiments.temperatures", folder, "--splits", *splits, "--problems",
-            str(PROBLEMS)]
+    measure = ["-m", "experiments.temperatures", folder, "--splits", *part.splits, "--problems",
+               str(PROBLEMS)]
+    is_first = folder.name.rpartition("-")[0] == next(iter(part.settings))
+    for file in ("temperatures", "base") if is_first else ("temperatures",):
+        lines = files.read_lines(folder / f"{file}.jsonl", key="split")
+        if not {line["split"] for line in lines} >= set(part.splits):
+            return [*measure, *(["--base"] if file == "base" else [])]
+    return None
 
 
 def start(command: list, log: Path) -> subprocess.Popen:
@@ -117,14 +120,14 @@ def start(command: list, log: Path) -> subprocess.Popen:
                                 cwd=Path(__file__).parents[1], start_new_session=True)
 
 
-def run_all(jobs: dict[Path, list[str]], splits: tuple[str, ...], workers: int) -> None:
-    waiting = [folder for folder in jobs if next_command(folder, jobs[folder], splits)]
+def run_all(jobs: dict[Path, list[str]], part: Part, workers: int) -> None:
+    waiting = [folder for folder in jobs if next_command(folder, jobs[folder], part)]
     running = {}
     try:
         while waiting or running:
             while waiting and len(running) < workers:
                 folder = waiting.pop(0)
-                command = next_command(folder, jobs[folder], splits)
+                command = next_command(folder, jobs[folder], part)
                 if command:
                     running[start(command, Path(f"{folder}.log"))] = folder
             time.sleep(0.5)
@@ -135,7 +138,7 @@ def run_all(jobs: dict[Path, list[str]], splits: tuple[str, ...], workers: int) 
                     last = log.read_text(errors="replace").strip().rpartition("\n")[2]
                     raise ValueError(f"{folder} failed: {last} (the rest is in {log})")
                 log.unlink()
-                if next_command(folder, jobs[folder], splits):
+                if next_command(folder, jobs[folder], part):
                     waiting.insert(0, folder)
                 else:
                     print(f"finished {folder}, {len(waiting) + len(running)} to go", flush=True)
@@ -160,7 +163,7 @@ def main(argv: list[str] | None = None) -> None:
             base = part.first_base + number
             tiny.find_tiny(part.task, find_cache(request, base), seed=base)
         jobs = plan(request, output)
-        run_all(jobs, part.splits, request.workers)
+        run_all(jobs, part, request.workers)
         lines = [line for folder in jobs for line in temperatures.read_measures(folder)]
         files.write_lines(output / "measures.jsonl", lines)
         table = f"{request.steps} steps, {compare.make_tables(lines)}"

@@ -4,7 +4,7 @@
 
 Each run folder gets temperatures.jsonl, a line per split and temperature, which is used again.
 Runs whose folders differ only in the number at the end are seeds of one setting. The tables are
-those of experiments.compare.
+those of experiments.compare. --base measures the runs' base models instead, into base.jsonl.
 """
 import argparse
 import re
@@ -26,19 +26,19 @@ SPLITS = ("validation", "test", "test-drawn")
 KEPT = (*compare.MEASURES, "strategy_choice", "strategy_entropy", "cluster_entropy", "distinct")
 
 
-def measure_run(folder: Path, split: str, count: int) -> list[dict]:
+def measure_run(folder: Path, split: str, count: int, base: bool = False) -> list[dict]:
     """The lines of a run on so many problems of a split, measured now or found in its file."""
     config = checkpoint.read_config(folder)
     if config is None:
         raise ValueError(f"{folder} is not a run of train.py")
-    file = folder / "temperatures.jsonl"
+    file = folder / ("base.jsonl" if base else "temperatures.jsonl")
     known = [line for line in files.read_lines(file, key="split")
              if (line["split"], line["asked"]) == (split, count)]
     if len(known) == len(TEMPERATURES):
         return known
     config = replace(config, eval_split=split, eval_problems=count, eval_samples=16)
     policy = sample.open_policy(tiny.find_base(config, may_build=False), config)
-    clustering, _ = evaluate.load_run(policy, folder)
+    clustering = None if base else evaluate.load_run(policy, folder)[0]
     accelerate(policy.model)
     problems = data.load(config.data, split, count)
     lines = []
@@ -52,14 +52,15 @@ def measure_run(folder: Path, split: str, count: int) -> list[dict]:
 
 
 def read_measures(folder: Path) -> list[dict]:
-    """What temperatures.jsonl of a run says, in short lines with its name and seed."""
+    """What was measured of a run and of its base model, in short lines with name and seed."""
     config = checkpoint.read_config(folder)
-    about = {"name": re.sub(r"(-\d+)+$", "", folder.name), "seed": config.seed,
-             "base": Path(config.cache).name, "data": config.data, "steps": config.steps}
-    lines = files.read_lines(folder / "temperatures.jsonl", key="split")
-    return [about | {name: line[name] for name in ("split", "temperature", "problems", "samples")}
-            | {name: round(line[name], 5) for name in KEPT if line.get(name) is not None}
-            for line in lines]
+    about = {"seed": config.seed, "base": Path(config.cache).name, "data": config.data}
+    names = {"temperatures": re.sub(r"(-\d+)+$", "", folder.name), "base": "base model"}
+    return [{"name": name, **about,
+             **{key: line[key] for key in ("split", "temperature", "problems", "samples")},
+             **{key: round(line[key], 5) for key in KEPT if line.get(key) is not None}}
+            for file, name in names.items()
+            for line in files.read_lines(folder / f"{file}.jsonl", key="split")]
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -67,11 +68,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("runs", nargs="+", type=Path, help="run folders of train.py")
     parser.add_argument("--splits", nargs="+", default=["validation", "test"], choices=SPLITS)
     parser.add_argument("--problems", type=int, default=400, help="of each split (default 400)")
+    parser.add_argument("--base", action="store_true", help="the base models of these runs")
     arguments = parser.parse_args(argv)
     with guard():
         for folder in arguments.runs:
             for split in arguments.splits:
-                measure_run(folder, split, arguments.problems)
+                measure_run(folder, split, arguments.problems, arguments.base)
         lines = [line for folder in arguments.runs for line in read_measures(folder)]
         print(compare.make_tables(lines))
 
