@@ -175,6 +175,8 @@ def differences_table(curves: Curves, validation: Curves, task: str) -> str:
 
 def make_tables(lines: list[dict]) -> str:
     """All tables of a file; without test problems, what was measured on validation."""
+    if not lines:
+        raise ValueError("there is nothing to compare: no run was measured")
     validation = read_curves(lines, "validation")
     splits = [split for split in ("test", "test-drawn") if read_curves(lines, split)]
     text = ""
@@ -182,7 +184,7 @@ def make_tables(lines: list[dict]) -> str:
         curves = read_curves(lines, split)
         chosen = {name: validation.get(name, curves[name]) for name in curves}
         seeds = max(len(each) for each in curves.values())
-        text += (f"{split} problems, {seeds} seeds: mean ± half of its 95 % interval\n\n"
+        text += (f"{split} problems, seeds: {seeds}; mean ± half of its 95 % interval\n\n"
                  f"{settings_table(curves, chosen)}\n"
                  f"{differences_table(curves, chosen, lines[0].get('data', ''))}\n")
     return text
@@ -195,7 +197,7 @@ def main(argv: list[str] | None = None) -> None:
     with guard():
         if not arguments.file.is_file():
             raise ValueError(f"{arguments.file} is not a file of experiments.reproduce")
-        print(make_tables(read_lines(arguments.file, key="temperature")))
+        print(make_tables(read_lines(arguments.file, key="split")))
 
 
 if __name__ == "__main__":

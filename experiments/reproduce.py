@@ -26,20 +26,50 @@ FALLING = "--kl 0.1 --kl-decay 0.03"
 PROBLEMS = 400  # per split
 
 
-def grid(name: str, method: str, flags: str, weights) -> dict[str, str]:
-    """One method with several KL weights."""
-    return {f"{name}-kl-{kl}": f"{method} {flags} --kl {kl}" for kl in weights}
+def grid(weights: tuple[float, ...], more: dict[str, str]) -> dict[str, str]:
+    """Four settings of each method: three KL weights, and one of `more`."""
+    methods = {"grpo": f"grpo {SUS}", "sus": f"sus {SUS}", "focal": f"{OTHER}focal {SUS}",
+               "passk": f"{OTHER}passk {PASSK}"}
+    return more | {f"{name}-kl-{kl}": f"{flags} --kl {kl}"
+                   for name, flags in methods.items() for kl in weights}
 
 
 # name: method and flags
-TUNE = {**grid("grpo", "grpo", SUS, (0.03, 0.05, 0.1)), "grpo-falling": f"grpo {SUS} {FALLING}",
-        **grid("sus", "sus", SUS, (0.03, 0.05, 0.1)),
-        "sus-alpha-8": "sus --bonus scaled --alpha 8 --kl 0.05",
-        **grid("focal", OTHER + "focal", SUS, (0.03, 0.05, 0.1)),
-        "focal-alpha-8": f"{OTHER}focal --bonus scaled --alpha 8 --kl 0.05",
-        **grid("passk", OTHER + "passk", PASSK, (0.0, 0.03, 0.05, 0.1))}
-QUICK = {"sus": f"sus {SUS} --kl 0.05", "grpo": f"grpo {SUS} --kl 0.05",
-         "shuffled": f"{OTHER}shuffled {SUS} --kl 0.05"}
+TUNE = grid((0.03, 0.05, 0.1), {
+    "grpo-falling": f"grpo {SUS} {FALLING}", "passk-kl-0.0": f"{OTHER}passk {PASSK} --kl 0.0",
+    "sus-alpha=8": "sus --bonus scaled --alpha 8 --kl 0.05",
+    "focal-alpha=8": f"{OTHER}focal --bonus scaled --alpha 8 --kl 0.05"})
+MANY_TUNE = grid((0.0, 0.01, 0.03), {
+    "grpo-kl-0.1": f"grpo {SUS} --kl 0.1", "passk-kl-0.1": f"{OTHER}passk {PASSK} --kl 0.1",
+    "sus-alpha=8": "sus --bonus scaled --alpha 8 --kl 0.0",
+    "focal-alpha=8": f"{OTHER}focal --bonus scaled --alpha 8 --kl 0.0"})
+BEST = f"{SUS} --kl 0.05"  # by tune
+MAIN = {"sus": f"sus {BEST}", "grpo-kl-0.1": f"grpo {SUS} --kl 0.1",
+        "grpo-kl-0.03": f"grpo {SUS} --kl 0.03", "focal": f"{OTHER}focal {BEST}",
+        "passk": f"{OTHER}passk {PASSK} --kl 0.03", "shuffled": f"{OTHER}shuffled {BEST}",
+        "random": f"{OTHER}random_embeddings {BEST}"}
+MANY = {"sus": f"sus {SUS} --kl 0.0", "grpo-kl-0.0": f"grpo {SUS} --kl 0.0",
+        "grpo-kl-0.03": f"grpo {SUS} --kl 0.03", "focal": f"{OTHER}focal {SUS} --kl 0.0",
+        "passk": f"{OTHER}passk {PASSK} --kl 0.0", "shuffled": f"{OTHER}shuffled {SUS} --kl 0.0",
+        "random": f"{OTHER}random_embeddings {SUS} --kl 0.0",
+        "group_oracle": f"{OTHER}group_oracle {SUS} --kl 0.0"}
+QUICK = {name: setting.split(" --kl")[0] + " --kl 0.05" for name, setting in (
+    ("sus", MAIN["sus"]), ("grpo", MAIN["grpo-kl-0.1"]), ("shuffled", MAIN["shuffled"]))}
+SWEEP = {"sus": MAIN["sus"]} | {name: f"{MAIN['sus']} --{name.replace('_', '-')}" for name in (
+    "alpha=4", "alpha=32", "lambda_ss=0.5", "lambda_ss=2", "lambda_sus=0.25", "lambda_sus=1",
+    "kl=0.03", "kl=0.1")}
+OTHERS = {name: f"{OTHER}{name} {BEST}" for name in (
+    "ss_focal", "flat", "novelty", "repository", "elliptical", "uniqueness", "count", "rnd")} | {
+    "ss": f"ss {BEST}", "surprise": f"surprise {BEST}", "perplexity": f"perplexity {BEST}",
+    "icm": f"{OTHER}icm {BEST} --reading equations", "equations": f"sus {BEST} --reading equations",
+    "unlikeliness": f"{OTHER}unlikeliness --bonus added --alpha 0.25 --alpha-decay 0 --kl 0.05",
+    "smoothing": f"{OTHER}smoothing --bonus added --gate group --alpha 0.02 --alpha-decay 0 "
+                 "--kl 0.05",
+    "added": "sus --bonus added --alpha 8 --kl 0.03", "learned-lambdas": f"sus {BEST} "
+    "--learn-lambdas", "no-decay": f"sus {BEST} --alpha-decay 0", "k2": f"sus {BEST} --kl-form k2",
+    "oracle": f"{OTHER}oracle {BEST}", "group_oracle": f"{OTHER}group_oracle {BEST}",
+    "literal": "sus --bonus added --alpha 0.3 --alpha-decay 0 --sus-baseline none --gate correct "
+    "--normalise std --strategy-warmup 0 --strategy-updates 1 --kl 0.05"}
 
 
 @dataclass(frozen=True)
@@ -53,8 +83,10 @@ class Part:
 
 
 REPORT = {"splits": temperatures.SPLITS, "first_seed": 20, "first_base": 5}
-PARTS = {"tune": Part(TUNE), "quick": Part(QUICK, splits=temperatures.SPLITS[:2], first_seed=10,
-                                           bases=1)}
+PARTS = {"main": Part(MAIN, **REPORT), "many": Part(MANY, "countdown-many", **REPORT),
+         "tune": Part(TUNE), "many-tune": Part(MANY_TUNE, "countdown-many"), "sweep": Part(SWEEP),
+         "others": Part(OTHERS, **REPORT),
+         "quick": Part(QUICK, splits=temperatures.SPLITS[:2], first_seed=10, bases=1)}
 SHORT = {"part": "quick", "steps": 160, "seeds": 3}  # what --quick changes
 
 
@@ -128,17 +160,19 @@ def run_all(jobs: dict[Path, list[str]], part: Part, workers: int) -> None:
             while waiting and len(running) < workers:
                 folder = waiting.pop(0)
                 command = next_command(folder, jobs[folder], part)
-                if command:
-                    running[start(command, Path(f"{folder}.log"))] = folder
+                running[start(command, Path(f"{folder}.log"))] = folder, command
             time.sleep(0.5)
             for process in [process for process in running if process.poll() is not None]:
-                folder = running.pop(process)
+                folder, command = running.pop(process)
                 log = Path(f"{folder}.log")
                 if process.returncode:
                     last = log.read_text(errors="replace").strip().rpartition("\n")[2]
                     raise ValueError(f"{folder} failed: {last} (the rest is in {log})")
+                rest = next_command(folder, jobs[folder], part)
+                if rest == command:
+                    raise ValueError(f"{folder} ended without its results (see {log})")
                 log.unlink()
-                if next_command(folder, jobs[folder], part):
+                if rest:
                     waiting.insert(0, folder)
                 else:
                     print(f"finished {folder}, {len(waiting) + len(running)} to go", flush=True)

@@ -8,6 +8,7 @@ those of experiments.compare. --base measures the runs' base models instead, int
 """
 import argparse
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from tqdm import tqdm
 
 import data
 import evaluate
+import lora
 import sample
 from experiments import compare
 from support import checkpoint, files, tiny
@@ -38,13 +40,14 @@ def measure_run(folder: Path, split: str, count: int, base: bool = False) -> lis
         return known
     config = replace(config, eval_split=split, eval_problems=count, eval_samples=16)
     policy = sample.open_policy(tiny.find_base(config, may_build=False), config)
-    clustering = None if base else evaluate.load_run(policy, folder)[0]
+    clustering, _ = evaluate.load_run(policy, folder)
     accelerate(policy.model)
     problems = data.load(config.data, split, count)
     lines = []
     for temperature in tqdm(TEMPERATURES, f"{folder.name}, {split}", leave=False):
-        found = evaluate.evaluate(policy, problems, replace(config, eval_temperature=temperature),
-                                  clustering)
+        with lora.disabled(policy.model) if base else nullcontext():
+            found = evaluate.evaluate(policy, problems,
+                                      replace(config, eval_temperature=temperature), clustering)
         lines.append({"asked": count, **found.metrics})
     for line in lines:
         files.append_line(file, line)

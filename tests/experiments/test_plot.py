@@ -3,6 +3,7 @@ import builtins
 import json
 import math
 import sys
+from types import SimpleNamespace
 
 import pytest
 from PIL import Image
@@ -21,7 +22,8 @@ def make_run(folder, method, seed, shift=0.0, steps=20, **changes):
     """A run folder as train.py leaves it; without the intrinsic metrics if the method is grpo."""
     folder.mkdir(parents=True)
     config = {"method": method, "seed": seed, "alpha": 4.0, "lambda_ss": 1.0, "lambda_sus": 0.5,
-              "kl": 0.03, "data": "countdown", "eval_split": "test", "cache": f"/cache-{seed}"}
+              "kl": 0.03, "data": "countdown", "eval_split": "test", "eval_problems": 8,
+              "cache": f"/cache-{seed}"}
     (folder / "config.json").write_text(json.dumps(config | changes))
     intrinsic = {} if method == "grpo" else {"ss": 0.5, "sus": 0.2, "bonus_share": 0.1}
     write_lines(folder / "metrics.jsonl", [
@@ -47,7 +49,8 @@ def names_and_seeds(runs):
 def panels_of(monkeypatch, runs, folder):
     """What each figure of these runs shows: {figure: panels}."""
     drawn = {}
-    monkeypatch.setattr(plot, "draw_figure", lambda panels, file: drawn.update({file.stem: panels}))
+    monkeypatch.setattr(plot, "draw_figure",
+                        lambda panels, file, perfect: drawn.update({file.stem: panels}))
     plot.draw(runs, folder)
     return drawn
 
@@ -79,12 +82,40 @@ def test_a_single_run_has_its_curves_but_no_comparison(tmp_path, capsys):
     assert (tmp_path / "sus-1" / "training.png").exists()  # beside the run, if nothing is said
 
 
-def test_bands_by_hand():
-    mean, half = plot.mean_and_half([1.0, 2.0, 3.0])
-    assert mean == 2 and half == pytest.approx(4.303 / math.sqrt(3))
-    assert plot.mean_and_half([5.0])[0] == 5.0 and math.isnan(plot.mean_and_half([5.0])[1])
-    _, half = plot.mean_and_half([0.0, 1.0] * 20)  # Student's t of 39 degrees of freedom is 2.023
-    assert half == pytest.approx(2.023 * math.sqrt(0.25 * 40 / 39) / math.sqrt(40), rel=1e-3)
+def test_curves_over_the_temperature_are_means_over_seeds(tmp_path, monkeypatch):
+    for seed in (1, 2):
+        folder = tmp_path / f"sus-{seed}"
+        make_run(folder, "sus", seed)
+        for name, shift in (("temperatures", 0.0), ("base", 0.3)):
+            write_lines(folder / f"{name}.jsonl", [
+                {"split": split, "temperature": t, "pass@1": 0.5 - t / 10 + shift + seed / 10,
+                 "pass@16": 0.5 + t / 10, "coverage": 0.2} for t in (0.2, 1.0)
+                for split in ("validation", "test")])
+    drawn = panels_of(monkeypatch, plot.find_runs([str(tmp_path)]), tmp_path)["temperatures"]
+    assert drawn["pass@1 by pass@16"] == [
+        ("sus", pytest.approx(0.52), pytest.approx(0.63)),
+        ("sus", pytest.approx(0.6), pytest.approx(0.55)),
+        ("base model", pytest.approx(0.52), pytest.approx(0.93)),
+        ("base model", pytest.approx(0.6), pytest.approx(0.85))]
+    assert [x for _, x, _ in drawn["pass@1 by coverage"]] == pytest.approx([0.2] * 4)
+    monkeypatch.undo()
+    assert tmp_path / "temperatures.png" in plot.draw(plot.find_runs([str(tmp_path)]), tmp_path)
+
+
+def test_entropies_of_perfect_policies_by_hand(monkeypatch, tmp_path):
+    """Two problems that both `++` solves and one of them also `+-`."""
+    make_run(tmp_path / "sus-1", "sus", 1, eval_problems=2)
+    (run,) = plot.find_runs([str(tmp_path)])
+    asked = []
+    problems = [SimpleNamespace(strategies=ways) for ways in ({"++"}, {"++", "+-"})]
+    monkeypatch.setattr(plot.data, "load", lambda *arguments: asked.append(arguments) or problems)
+    found = plot.perfect_entropies(run)
+    assert asked == [("countdown", "test", 2)]
+    assert found["one way"] == pytest.approx(0)
+    three, one = 0.75, 0.25
+    assert found["all ways"] == pytest.approx(-three * math.log(three) - one * math.log(one))
+    run.config["data"] = "gsm8k"
+    assert plot.perfect_entropies(run) == {}
 
 
 def draw_points(points):

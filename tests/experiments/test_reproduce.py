@@ -1,10 +1,11 @@
-"""Tables by hand on made-up runs, and real reproductions of the smallest size, also interrupted."""
+"""What is planned, and real reproductions of the smallest size, also interrupted."""
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 
 from experiments import plot, reproduce
 from support.config import Config, parse
+from support.files import read_lines
 from tests.experiments.test_plot import make_run
 
 SMALL = "--eval-problems 8 --eval-samples 16 --problems 4 --samples 4 --strategy-warmup 4"
@@ -27,116 +29,55 @@ def config_of(flags):
     return parse(Config, "", flags)[0]
 
 
-def row(table, name):
-    """The cells of a row."""
-    (line,) = [line for line in table.splitlines() if line.startswith(f"| {name} |")]
-    return [cell.strip() for cell in line.strip("|").split("|")][1:]
-
-
-def test_tables_by_hand(tmp_path):
-    for seed, gain in ((1, 0.1), (2, 0.2), (3, 0.3)):
-        make_run(tmp_path / f"grpo-{seed}", "grpo", seed)  # pass@1 is 0.5 after the last step
-        make_run(tmp_path / f"sus-{seed}", "sus", seed, gain)
-    table = reproduce.make_table(plot.find_runs([str(tmp_path)]))
-    assert table.startswith("|  | pass@1 | pass@5 | pass@16 | strategy entropy | cluster entropy |")
-    assert row(table, "sus")[0] == "70.0% ± 24.8%"  # 4.303 * 0.1 / sqrt(3) = 0.248
-    assert row(table, "sus")[3] == "1.00 ± 0.00"
-    assert row(table, "grpo")[0] == "50.0% ± 0.0%"
-    assert row(table, "sus over grpo")[0] == "+40% ± 50%"  # 0.2 / 0.5, 0.248 / 0.5
-    assert row(table, "sus over grpo")[3] == "+0% ± 0%"
-    make_run(tmp_path / "more" / "sus-9", "sus", 9, 0.9)  # has no partner, so it is in no pair
-    table = reproduce.make_table(plot.find_runs([str(tmp_path)]))
-    assert row(table, "sus over grpo")[0] == "+40% ± 50%"
-
-
-def test_differences_are_paired_by_seed(tmp_path):
-    for seed, level in ((1, 0.0), (2, 0.2), (3, 0.4)):  # seeds differ much, methods always by 0.1
-        make_run(tmp_path / f"grpo-{seed}", "grpo", seed, level)
-        make_run(tmp_path / f"sus-{seed}", "sus", seed, level + 0.1)
-    table = reproduce.make_table(plot.find_runs([str(tmp_path)]))
-    assert row(table, "sus over grpo")[0] == "+14% ± 0%"  # 0.1 / 0.7
-    ours, theirs = ({seed: {"pass@1": level + seed} for seed in seeds}
-                    for seeds, level in (((1, 2), 0.1), ((2, 1), 0.0)))  # in another order
-    assert reproduce.cell("pass@1", ours, theirs) == "+7% ± 0%"  # 0.1 / 1.5
-
-
-def test_base_models_count_once(tmp_path):
-    """Runs on one base model have the same first evaluation: it is no sample of three."""
-    for seed, shift in ((1, 0.1), (2, 0.3)):
-        make_run(tmp_path / f"sus-{seed}", "sus", seed, shift)
-        make_run(tmp_path / f"grpo-{seed}", "grpo", seed, shift)
-    table = reproduce.make_table(plot.find_runs([str(tmp_path)]))
-    assert row(table, "base model")[0] == "20.0% ± 127.1%"  # 12.706 * 0.1414 / sqrt(2)
-    for seed in (1, 2, 3):
-        make_run(tmp_path / "one" / f"sus-{seed}", "sus", seed, cache="/cache")
-    table = reproduce.make_table(plot.find_runs([str(tmp_path / "one")]))
-    assert row(table, "base model")[0] == "0.0%"
-
-
-def test_one_seed_has_no_interval_and_a_division_by_zero_no_crash():
-    line = {"pass@1": 0.5, "strategy_entropy": 1.0}
-    assert reproduce.cell("pass@1", {1: line}) == "50.0%"
-    assert reproduce.cell("strategy_entropy", {1: line, 2: line}) == "1.00 ± 0.00"
-    nothing = {"pass@1": 0.0}
-    assert reproduce.cell("pass@1", {1: line}, {1: nothing}) == "+nan%"
-
-
-def test_a_missing_number_is_named(tmp_path):
-    make_run(tmp_path / "sus-1", "sus", 1)
-    file = tmp_path / "sus-1" / "evaluations.jsonl"
-    file.write_text(file.read_text().replace('"cluster_entropy": 1.5', '"cluster_entropy": null'))
-    with pytest.raises(ValueError, match="sus-1 lacks a number"):
-        reproduce.make_table(plot.find_runs([str(tmp_path)]))
-
-
 def test_a_finished_run_of_other_settings_is_refused(tmp_path):
     folder, flags = next(iter(planned(tmp_path, steps=3).items()))
-    assert not reproduce.is_finished(folder, flags)
+    assert not reproduce.is_trained(folder, flags)
     folder.mkdir(parents=True)
     config = config_of(flags)
     (folder / "config.json").write_text(json.dumps(asdict(replace(config, run="x", device="cpu"))))
     (folder / "evaluations.jsonl").write_text('{"step": 2}\n')
-    assert not reproduce.is_finished(folder, flags)  # the last evaluation is missing
+    assert not reproduce.is_trained(folder, flags)  # the last evaluation is missing
     (folder / "evaluations.jsonl").write_text('{"step": 2}\n{"step": 3}\n')
-    assert reproduce.is_finished(folder, flags)
+    assert reproduce.is_trained(folder, flags)
     for name, value in (("steps", "5"), ("alpha", "99"), ("cache", "cache-1"), ("method", "ss")):
         with pytest.raises(ValueError, match=f"{folder.name} has other settings .{name}."):
-            reproduce.is_finished(folder, [*flags, f"--{name}", value])
+            reproduce.is_trained(folder, [*flags, f"--{name}", value])
 
 
 def test_quick_is_a_part_of_its_own(capsys, tmp_path):
     with pytest.raises(SystemExit) as stopped:
-        reproduce.main(["--quick", "--part", "sweep", "--folder", str(tmp_path)])
-    assert stopped.value.code == 2 and "--part sweep" in capsys.readouterr().err
+        reproduce.main(["--quick", "--part", "tune", "--folder", str(tmp_path)])
+    assert stopped.value.code == 2 and "--part tune" in capsys.readouterr().err
 
 
-def test_a_plan_tunes_on_other_problems_and_seeds_than_it_reports(tmp_path):
+TUNING = ("tune", "many-tune", "sweep")
+REPORTS = ("main", "many", "others")
+
+
+def test_a_plan_tunes_on_other_problems_seeds_and_base_models_than_it_reports(tmp_path):
     parts = {part: planned(tmp_path, part=part) for part in reproduce.PARTS}
     configs = {part: [config_of(flags) for flags in jobs.values()] for part, jobs in parts.items()}
-    seeds = {part: {config.seed for config in found} for part, found in configs.items()}
-    for part in ("sweep", "tune"):
-        assert seeds[part] == {0, 1, 2, 3, 4}
-        assert {config.eval_split for config in configs[part]} == {"validation"}
-    for part in ("main", "quick", "others"):
-        assert seeds[part] == {10, 11, 12, 13, 14}
-        assert {config.eval_split for config in configs[part]} == {"test"}
-    assert len(configs["tune"]) == len(configs["sweep"])  # the same budget for both methods
-    assert {config.method for config in configs["tune"]} == {"grpo"}
-    for found in configs.values():
+    for part, found in configs.items():
+        pairs = {(config.seed, Path(config.cache).name) for config in found}
+        if part in TUNING:
+            assert pairs == {(0, "cache"), *((n, f"cache-{n}") for n in range(1, 5))}
+            assert {config.eval_split for config in found} == {"validation"}
+            assert reproduce.PARTS[part].splits == ("validation",)
+        elif part in REPORTS:
+            assert pairs == {(20 + n, f"cache-{5 + n}") for n in range(5)}
+            assert {config.eval_split for config in found} == {"test"}
+        else:
+            assert pairs == {(10 + n, "cache") for n in range(5)}
         assert len(set(map(str, found))) == len(found)  # no setting twice
     folders = [folder for jobs in parts.values() for folder in jobs]
     assert len(set(folders)) == len(folders)
-    assert list(reproduce.QUICK) == ["sus", "grpo", "grpo-no-kl"]
+    assert list(reproduce.QUICK) == ["sus", "grpo", "shuffled"]
 
 
-def test_each_seed_has_a_base_model_of_its_own(tmp_path):
-    def bases(**changes):
-        configs = [config_of(flags) for flags in planned(tmp_path, **changes).values()]
-        return {(config.seed, Path(config.cache).name) for config in configs}
-    assert bases() == {(10, "cache"), *((10 + n, f"cache-{n}") for n in range(1, 5))}
-    assert bases(part="tune", seeds=2, cache="/c/x") == {(0, "x"), (1, "x-1")}
-    assert bases(bases=1, seeds=3) == {(10, "cache"), (11, "cache"), (12, "cache")}
-    assert bases(bases=2, seeds=3) == {(10, "cache"), (11, "cache-1"), (12, "cache")}
+@pytest.mark.parametrize("part", ["tune", "many-tune"])
+def test_every_method_is_tuned_alike(part):
+    methods = [setting.split()[0] for setting in reproduce.PARTS[part].settings.values()]
+    assert set(Counter(methods).values()) == {len(methods) // len(set(methods))}
 
 
 def test_the_plotted_names_are_those_of_the_settings(tmp_path):
@@ -144,18 +85,19 @@ def test_the_plotted_names_are_those_of_the_settings(tmp_path):
         for folder, flags in planned(tmp_path, part=part, seeds=2).items():
             make_run(folder, **{"method": "", "seed": 0} | asdict(config_of(flags)))
         runs = plot.find_runs([str(tmp_path / part)])
-        assert {run.name for run in runs} == settings.keys(), part
+        assert {run.name for run in runs} == settings.settings.keys(), part
 
 
 def test_quick_changes_what_was_not_given(tmp_path, monkeypatch):
     monkeypatch.setattr(reproduce.tiny, "find_tiny", lambda *arguments, **options: None)
-    monkeypatch.setattr(reproduce, "run_all", lambda jobs, workers: planned_jobs.update(jobs))
+    monkeypatch.setattr(reproduce, "run_all", lambda jobs, part, workers: planned_jobs.update(jobs))
     planned_jobs = {}
-    with pytest.raises(SystemExit):  # there are no runs to read
+    monkeypatch.setattr(reproduce.temperatures, "read_measures", lambda folder: [])
+    with pytest.raises(SystemExit):  # there is nothing to compare
         reproduce.main(["--quick", "--seeds", "2", "--folder", str(tmp_path)])
     configs = [config_of(flags) for flags in planned_jobs.values()]
     assert {folder.name for folder in planned_jobs} == {
-        f"{name}-{seed}" for name in ("sus", "grpo", "grpo-no-kl") for seed in (10, 11)}
+        f"{name}-{seed}" for name in ("sus", "grpo", "shuffled") for seed in (10, 11)}
     assert {config.steps for config in configs} == {160}
     assert {config.eval_every for config in configs} == {40}
     assert {Path(config.cache).name for config in configs} == {"cache"}
@@ -165,40 +107,49 @@ def test_base_models_are_built_with_their_own_seeds(tmp_path, monkeypatch):
     built = []
     monkeypatch.setattr(reproduce.tiny, "find_tiny",
                         lambda task, cache, seed: built.append((task, cache, seed)))
-    monkeypatch.setattr(reproduce, "run_all", lambda jobs, workers: None)
-    with pytest.raises(SystemExit):  # there are no runs to read
-        reproduce.main(["--seeds", "3", "--bases", "2", "--folder", str(tmp_path),
+    monkeypatch.setattr(reproduce, "run_all", lambda jobs, part, workers: None)
+    monkeypatch.setattr(reproduce.temperatures, "read_measures", lambda folder: [])
+    with pytest.raises(SystemExit):  # there is nothing to compare
+        reproduce.main(["--part", "many", "--seeds", "2", "--folder", str(tmp_path),
                         "--cache", str(tmp_path / "base")])
-    assert built == [("countdown", tmp_path / "base", 0), ("countdown", tmp_path / "base-1", 1)]
+    assert built == [("countdown-many", tmp_path / "base-5", 5),
+                     ("countdown-many", tmp_path / "base-6", 6)]
 
 
 def test_a_small_reproduction_goes_on_after_a_failure(cache, tmp_path, monkeypatch, capsys):
     settings = {"grpo": f"grpo {SMALL}", "sus": f"sus {SMALL} --encoder {tmp_path / 'nowhere'}"}
-    monkeypatch.setitem(reproduce.PARTS, "main", settings)
-    command = ["--steps", "4", "--seeds", "1", "--folder", str(tmp_path), "--cache", str(cache),
-               "--bases", "1"]
+    part = replace(reproduce.PARTS["quick"], settings=settings)
+    monkeypatch.setitem(reproduce.PARTS, "quick", part)
+    monkeypatch.setattr(reproduce, "PROBLEMS", 4)
+    command = ["--quick", "--steps", "4", "--seeds", "1", "--folder", str(tmp_path), "--cache",
+               str(cache)]
     with pytest.raises(SystemExit) as stopped:
         reproduce.main([*command, "--workers", "1"])  # the first run ends, the second one fails
     error = capsys.readouterr().err
     assert stopped.value.code == 2 and error.count("\n") == 1
     assert "sus-10 failed: error:" in error and "nowhere" in error and "sus-10.log" in error
     settings["sus"] = f"sus {SMALL}"
-    first = tmp_path / "main" / "grpo-10" / "metrics.jsonl"
+    output = tmp_path / "quick"
+    first = output / "grpo-10" / "metrics.jsonl"
     before = first.stat().st_mtime_ns
     reproduce.main([*command, "--workers", "2"])
     assert first.stat().st_mtime_ns == before  # what was finished did not run again
-    table = (tmp_path / "main" / "tables.md").read_text()
-    assert "| sus over grpo |" in table and table.startswith("4 steps: mean ± half of its 95 %")
-    output = capsys.readouterr().out
-    assert table in output and "story.png" in output
-    assert (tmp_path / "main" / "story.png").exists()
-    assert not list((tmp_path / "main").glob("*.log"))
+    table = (output / "tables.md").read_text()
+    assert "| sus |" in table and table.startswith("4 steps, test problems, seeds: 1")
+    printed = capsys.readouterr().out
+    assert table in printed and "story.png" in printed
+    assert (output / "story.png").exists() and (output / "temperatures.png").exists()
+    assert not list(output.glob("*.log"))
+    lines = read_lines(output / "measures.jsonl", key="split")
+    assert {(line["name"], line["split"]) for line in lines} == {
+        (name, split) for name in ("grpo", "sus", "base model") for split in ("validation", "test")}
+    assert {line["problems"] for line in lines} == {4}
 
     def times():
-        files = (tmp_path / "main").rglob("metrics.jsonl")
-        return {file: file.stat().st_mtime_ns for file in files}
+        return {file: file.stat().st_mtime_ns for file in output.rglob("*s.jsonl")
+                if file.name != "measures.jsonl"}
     kept = times()
-    assert len(kept) == 2
+    assert len(kept) >= 6
     reproduce.main([*command, "--workers", "2"])  # everything is there: nothing runs again
     assert kept == times()
 
@@ -207,8 +158,9 @@ def test_a_small_reproduction_goes_on_after_a_failure(cache, tmp_path, monkeypat
 def test_a_stopped_reproduction_saves_its_runs(cache, tmp_path, number):
     arguments = ["--quick", "--steps", "2000", "--seeds", "1", "--workers", "1", "--folder",
                  str(tmp_path), "--cache", str(cache)]
-    script = ("from experiments import reproduce\n"
-              f"reproduce.PARTS['quick'] = {{'sus': 'sus {SMALL}'}}\n"
+    script = ("from dataclasses import replace\nfrom experiments import reproduce\n"
+              "part = reproduce.PARTS['quick']\n"
+              f"reproduce.PARTS['quick'] = replace(part, settings={{'sus': 'sus {SMALL}'}})\n"
               f"reproduce.main({arguments})")
     process = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stderr=subprocess.PIPE,
                                text=True)
@@ -230,6 +182,8 @@ def test_so_many_runs_at_a_time_with_one_thread_each(tmp_path, monkeypatch, work
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     monkeypatch.setattr(reproduce.tiny, "find_tiny", lambda *arguments, **options: None)
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(reproduce, "next_command", lambda folder, flags, part: (
+        None if [sys.executable, folder] in started else [folder]))
     started, ended = [], []
 
     class Process:
@@ -249,20 +203,49 @@ def test_so_many_runs_at_a_time_with_one_thread_each(tmp_path, monkeypatch, work
             return 0
     running = []
     monkeypatch.setattr(subprocess, "Popen", Process)
-    with pytest.raises(SystemExit):  # there are no runs to read
+    monkeypatch.setattr(reproduce.temperatures, "read_measures", lambda folder: [])
+    with pytest.raises(SystemExit):  # there is nothing to compare
         reproduce.main(["--quick", "--folder", str(tmp_path), "--workers", str(workers)])
     assert len(started) == len(ended) == 9 and max(running) == workers
-    assert all(command[1] == ROOT / "train.py" for command in started)
 
 
-def test_only_a_run_that_was_begun_is_resumed(tmp_path, monkeypatch):
-    monkeypatch.setattr(subprocess, "Popen", lambda command, **options: command)
-    folder = tmp_path / "sus-10"
-    assert reproduce.start(folder, ["--seed", "10"])[2:] == ["--run", folder, "--seed", "10"]
-    folder.mkdir()
-    assert "--resume" not in reproduce.start(folder, [])  # an empty folder holds no run
-    (folder / "config.json").write_text("{}")
-    assert "--resume" in reproduce.start(folder, [])
+def test_a_run_is_trained_then_measured_and_the_first_setting_with_its_base_model(tmp_path):
+    part = reproduce.PARTS["quick"]
+    jobs = planned(tmp_path, part="quick", steps=3)
+    for name in ("sus", "grpo"):
+        folder = tmp_path / "quick" / f"{name}-10"
+        command = reproduce.next_command(folder, jobs[folder], part)
+        assert command[:3] == [ROOT / "train.py", "--run", folder] and "--resume" not in command
+        folder.mkdir(parents=True)
+        assert "--resume" not in reproduce.next_command(folder, jobs[folder], part)  # it is empty
+        config = replace(config_of(jobs[folder]), run="x", device="cpu")
+        (folder / "config.json").write_text(json.dumps(asdict(config)))
+        assert reproduce.next_command(folder, jobs[folder], part)[-1] == "--resume"
+        (folder / "evaluations.jsonl").write_text('{"step": 3}\n')
+        command = reproduce.next_command(folder, jobs[folder], part)
+        assert command[:5] == ["-m", "experiments.temperatures", folder, "--splits", "validation"]
+        lines = "".join(f'{{"split": "{split}"}}\n' for split in part.splits)
+        (folder / "temperatures.jsonl").write_text(lines.splitlines()[0] + "\n")
+        assert reproduce.next_command(folder, jobs[folder], part) == command  # a split is missing
+        (folder / "temperatures.jsonl").write_text(lines)
+        if name == "sus":
+            assert reproduce.next_command(folder, jobs[folder], part) == [*command, "--base"]
+            (folder / "base.jsonl").write_text(lines)
+        assert reproduce.next_command(folder, jobs[folder], part) is None
+
+
+def test_a_process_that_leaves_no_results_is_not_started_for_ever(tmp_path, monkeypatch):
+    class Process:
+        returncode = 0
+
+        def __init__(self, command, **options):
+            pass
+
+        def poll(self):
+            return 0
+    monkeypatch.setattr(subprocess, "Popen", Process)
+    with pytest.raises(ValueError, match="sus-10 ended without its results"):
+        reproduce.run_all({tmp_path / "sus-10": []}, reproduce.PARTS["quick"], workers=1)
 
 
 def test_a_failed_run_is_reported_with_its_last_line(tmp_path, monkeypatch):
@@ -277,7 +260,7 @@ def test_a_failed_run_is_reported_with_its_last_line(tmp_path, monkeypatch):
     monkeypatch.setattr(subprocess, "Popen", Process)
     jobs = {tmp_path / "sus-10": ["--seed", "10"], tmp_path / "sus-11": ["--seed", "11"]}
     with pytest.raises(ValueError, match="sus-10 failed: error: the disk is full .*sus-10.log"):
-        reproduce.run_all(jobs, workers=1)
+        reproduce.run_all(jobs, reproduce.PARTS["quick"], workers=1)
     assert [file.name for file in tmp_path.iterdir()] == ["sus-10.log"]  # kept; no further start
 
 

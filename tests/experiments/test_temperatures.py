@@ -1,62 +1,58 @@
 """Curves over the temperature: measured once, compared by hand-computed numbers."""
 import pytest
 
+import data
 import evaluate
 from experiments import temperatures
 from support import files
+from support.config import Config
 from tests.test_train import quick_world, run  # noqa: F401 (a fixture)
-
-
-def curve(*points) -> list[dict]:
-    """(temperature, pass@1, coverage) -> lines."""
-    return [{"temperature": t, "pass@1": p, "pass@5": p, "pass@16": p, "coverage": c}
-            for t, p, c in points]
-
-
-CURVE = curve((0.3, 0.9, 0.4), (0.6, 0.8, 0.5), (1.0, 0.6, 0.7))
-
-
-def test_each_measure_has_its_own_best_temperature():
-    assert temperatures.choose_temperature(CURVE, "pass@1") == 0.3
-    assert temperatures.choose_temperature(CURVE, "coverage") == 1.0
-    equal = curve((1.0, 0.5, 0.1), (0.3, 0.5, 0.1))
-    assert temperatures.choose_temperature(equal, "pass@1") == 0.3
-
-
-@pytest.mark.parametrize("accuracy, coverage", [(0.9, 0.4), (0.85, 0.45), (0.7, 0.6), (0.6, 0.7),
-                                                (0.95, None), (0.5, None)])
-def test_coverage_at_matched_accuracy_is_interpolated_and_never_guessed(accuracy, coverage):
-    found = temperatures.interpolate(CURVE, "coverage", "pass@1", accuracy)
-    assert found == (coverage if coverage is None else pytest.approx(coverage))
-
-
-def test_seeds_are_averaged_at_each_temperature():
-    other = curve((0.3, 0.7, 0.2), (0.6, 0.8, 0.5), (1.0, 0.4, 0.9))
-    mean = temperatures.mean_curve([CURVE, other])
-    assert [line["temperature"] for line in mean] == [0.3, 0.6, 1.0]
-    assert [line["pass@1"] for line in mean] == pytest.approx([0.8, 0.8, 0.5])
-    assert [line["coverage"] for line in mean] == pytest.approx([0.3, 0.5, 0.8])
-    table = temperatures.make_table({"sus": mean, "grpo": CURVE})
-    assert "| sus | 80.0, 80.0, 80.0, 30.0 |" in table
-    assert "| grpo | 90.0," in table
-    assert "|  | T 0.3 | T 0.6 | T 1.0 |" in table
 
 
 def test_a_run_is_measured_once_at_every_temperature(cache, tmp_path, capsys, monkeypatch):
     folder = run(tmp_path / "mine-7", cache, "--steps", "1", "--gate", "none")
     capsys.readouterr()
-    command = [str(folder), "--split", "validation", "--problems", "4"]
+    command = [str(folder), "--splits", "validation", "--problems", "4"]
     temperatures.main(command)
     table = capsys.readouterr().out
     assert "| mine |" in table
     lines = files.read_lines(folder / "temperatures.jsonl", key="split")
-    assert [line["temperature"] for line in lines] == [0.3, 0.6, 1.0]
+    assert [line["temperature"] for line in lines] == list(temperatures.TEMPERATURES)
     assert {line["split"] for line in lines} == {"validation"}
     assert all(line["problems"] == 4 and line["samples"] == 16 for line in lines)
-    assert lines[0]["distinct"] < lines[2]["distinct"]  # sharper
-    monkeypatch.setattr(evaluate, "evaluate", None)  # may not be called again
+    assert lines[0]["distinct"] < lines[-1]["distinct"]  # sharper
+    assert all(line["cluster_entropy"] > 0 for line in lines)  # with the run's own clusters
+    short = temperatures.read_measures(folder)
+    assert [line["pass@1"] for line in short] == pytest.approx(
+        [line["pass@1"] for line in lines], abs=1e-5)
+    assert {(line["name"], line["seed"], line["base"], line["data"]) for line in short} == {
+        ("mine", 0, cache.name, "countdown")}
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluate, "evaluate", None)  # may not be called again
+        temperatures.main(command)
+        assert capsys.readouterr().out == table
+    temperatures.measure_run(folder, "validation", 3)  # another number of problems is not that
+    lines = files.read_lines(folder / "temperatures.jsonl", key="split")
+    assert [line["problems"] for line in lines[5:]] == [3] * 5
+
+
+def test_base_models_are_measured_beside_their_runs(cache, policy, tmp_path, capsys):
+    folder = run(tmp_path / "mine-7", cache, "--steps", "2", "--gate", "none", "--learning-rate",
+                 "0.1")
+    capsys.readouterr()
+    command = [str(folder), "--splits", "validation", "--problems", "4"]
     temperatures.main(command)
-    assert capsys.readouterr().out == table
+    temperatures.main([*command, "--base"])
+    base = files.read_lines(folder / "base.jsonl", key="split")
+    trained = files.read_lines(folder / "temperatures.jsonl", key="split")
+    assert len(base) == len(trained) == len(temperatures.TEMPERATURES)
+    config = Config(eval_temperature=1.0)
+    alone = evaluate.evaluate(policy, data.load("countdown", "validation", 4), config).metrics
+    for name in ("distinct", "intervals"):
+        assert base[3][name] == alone[name]
+    assert trained[0]["distinct"] != base[0]["distinct"]
+    assert base[3]["cluster_entropy"] != alone["cluster_entropy"]  # the run's clusters, not its own
+    assert {line["name"] for line in temperatures.read_measures(folder)} == {"mine", "base model"}
 
 
 def test_only_runs_are_measured(tmp_path, capsys):
