@@ -17,8 +17,6 @@ judged by the number that the response ends on (support/answers.py). A task of y
 function from a split to its problems: `--data my_file:my_function`.
 """
 import hashlib
-import importlib
-import json
 import random
 import re
 from dataclasses import dataclass
@@ -28,7 +26,8 @@ from itertools import permutations
 from pathlib import Path
 
 from support import parallel
-from support.answers import find_answer
+from support.answers import find_answer, read_gsm8k, read_pairs
+from support.config import import_function
 
 OPERATORS = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b}
 # At most five digits per number, none a leading zero: no step is longer than 17 characters.
@@ -178,82 +177,28 @@ class Question:
         return float(find_answer(response.split("\nQuestion:")[0]) == self.answer)
 
 
-def make_question(record: dict, where: str) -> Question:
-    question = record.get("question") if isinstance(record, dict) else None
-    if not isinstance(question, str) or not question.strip():
-        raise ValueError(f"{where}: expected an object with a question, a text that is not empty")
-    if not question.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in question):
-        raise ValueError(f"{where}: its question holds half of a surrogate pair, which is not text")
-    answer, value = record.get("answer"), None
-    if isinstance(answer, str):
-        value = find_answer(answer)
-    elif type(answer) in (int, float) and abs(answer) < 1e100:
-        value = Fraction(str(answer))
-    if value is None:
-        raise ValueError(f"{where}: its answer is {str(answer)[:60]!r}, expected a number or a "
-                         "solution that ends on one; other answers need their own judge (README)")
-    return Question(question.strip(), value)
-
-
-def read_questions(file: Path) -> list[Question]:
-    """A JSONL file with a `question` and an `answer` on every line."""
-    problems = []
-    for number, line in enumerate(file.read_bytes().split(b"\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{file}, line {number}: not valid JSON ({error})") from None
-        problems.append(make_question(record, f"{file}, line {number}"))
-    return problems
-
-
 def load_questions(path: Path, split: str) -> list[Question]:
     """A file is divided by its questions' hashes, a folder by the words in its files' names."""
     if path.is_file():
-        return [problem for problem in read_questions(path) if split_of(problem.question) == split]
+        return [Question(*pair) for pair in read_pairs(path) if split_of(pair[0]) == split]
     problems = []
     for file in sorted(path.glob("*.jsonl")):
         splits = set(re.split("[^a-z]+", file.stem.lower())) & set(SPLITS)
         if len(splits) > 1:
             raise ValueError(f"{file} names more than one split of train, validation and test")
         if split in splits:
-            problems += read_questions(file)
+            problems += [Question(*pair) for pair in read_pairs(file)]
     return problems
-
-
-def gsm8k(split: str) -> list[Question]:
-    """GSM8K (Cobbe et al. 2021) through `datasets`."""
-    if split == "validation":
-        raise ValueError("gsm8k has no validation split: use test, or a folder of your own files")
-    try:
-        import datasets  # slow to import, and needed for the hub only
-        rows = datasets.load_dataset("openai/gsm8k", "main", split=split)
-    except Exception as error:  # the hub's client raises dozens of types
-        why = type(error).__name__
-        raise ValueError(f"gsm8k cannot be downloaded or found in the cache ({why}): check the "
-                         "connection, or give a folder with train.jsonl and test.jsonl") from None
-    return [make_question(row, f"gsm8k {split}, row {number}") for number, row in enumerate(rows)]
 
 
 def find_task(name: str):
     """-> a function from a split to its problems. No file is read yet."""
     if name == "gsm8k":
-        return gsm8k
+        return lambda split: [Question(*pair) for pair in read_gsm8k(split)]
     if name and Path(name).exists():
         return partial(load_questions, Path(name))
-    module, _, function = name.partition(":")
-    if not function:
-        raise ValueError(f"--data {name}: expected {', '.join(COUNTDOWN)}, gsm8k, a JSONL file or "
-                         "folder with questions and answers, or module:function")
-    try:
-        task = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise ValueError(f"--data {name} cannot be imported: {error}") from None
-    if not callable(task):
-        raise ValueError(f"--data {name} is not a function from a split to its problems")
-    return task
+    return import_function("--data", name, f"{', '.join(COUNTDOWN)}, gsm8k, a JSONL file or "
+                           "folder with questions and answers")
 
 
 def load(name: str, split: str, count: int = 0, seed: int = 0) -> list:

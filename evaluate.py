@@ -162,16 +162,6 @@ def measure(problems: list, groups: list[list[str]], clusters: list[list[int]] |
     return metrics | {"problems": n, "samples": samples, "seed": seed}
 
 
-def export(policy: Policy, folder: Path, problem, step: int, metrics: dict) -> None:
-    """Merged weights, tokenizer, end tokens and a model card, for transformers to load."""
-    policy.tokenizer.save_pretrained(folder)
-    end_tokens = {"eos_token_id": list(policy.eos_ids)}
-    files.write_json(folder / "generation_config.json", end_tokens)
-    report.write_card(folder, policy, problem, step, metrics, merged=True)
-    with lora.merged(policy.model):
-        policy.model.save_pretrained(folder)  # last: config.json marks a folder that is complete
-
-
 @dataclass(frozen=True)
 class Request(Config):
     path: str = flag("", "a run folder of train.py, a model folder, a hub id, or tiny",
@@ -187,27 +177,6 @@ FLAGS = OWN_FLAGS | {"data", "eval_split", "eval_problems", "eval_samples", "eva
                      "dtype", "cache"}
 
 
-def is_result(file: Path) -> bool:
-    """Whether a file was written by --output; a run's own evaluation has a step."""
-    if file.is_symlink() or not file.is_file():
-        return False
-    saved = files.read_json(file)
-    return "pass@1" in saved and "step" not in saved
-
-
-def check_targets(request: Request, is_run: bool) -> None:
-    """Bad places should fail before the evaluation, not after it."""
-    output, target = Path(request.output), Path(request.export)
-    if request.output and (output.is_dir() or not output.absolute().parent.is_dir()):
-        raise ValueError(f"--output {output}: expected a file in a folder that exists")
-    if request.output and output.exists() and not is_result(output):
-        raise ValueError(f"--output {output} exists and is no earlier result: choose another")
-    if request.export and not is_run:
-        raise ValueError(f"--export needs a run folder; {request.path!r} is a model")
-    if request.export and target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ValueError(f"--export {target} exists and is not an empty folder: choose another")
-
-
 def load_run(policy: Policy, folder: Path) -> tuple[Clustering | None, int]:
     """A run's adapter into its base model -> the run's clustering and step."""
     step = checkpoint.find_step(folder, {"base": checkpoint.fingerprint(policy.model)})
@@ -219,7 +188,7 @@ def evaluate_path(request: Request, given: set[str]) -> None:
     """Evaluate a run with the settings in its folder, unless flags say otherwise, or a model."""
     path = Path(request.path)
     run_config = checkpoint.read_config(path)
-    check_targets(request, run_config is not None)
+    report.check_targets(request, run_config is not None)
     base = run_config or replace(request, model=request.path)
     config = replace(base, **{name: getattr(request, name) for name in given - OWN_FLAGS})
     check_config(config)
@@ -241,7 +210,7 @@ def evaluate_path(request: Request, given: set[str]) -> None:
         files.write_json(Path(request.output), metrics)
         print(f"written to {request.output}")
     if request.export:
-        export(policy, Path(request.export), problems[0], step, metrics)
+        report.export(policy, Path(request.export), problems[0], step, metrics)
         print(f"written to {request.export}")
 
 

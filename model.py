@@ -230,12 +230,7 @@ class Transformer(nn.Module):
         with torch.device("meta"):  # no memory until the real tensors arrive
             model = cls(config)
         names = {checkpoint_name(name): name for name, _ in model.named_parameters()}
-        for key, tensor in hub.read_weights(folder, names.keys()):
-            owner, _, leaf = names[key].rpartition(".")
-            expected = model.get_parameter(names[key])
-            files.check_tensors({key: tensor}, {key: expected}, str(folder))
-            parameter = nn.Parameter(tensor.to(device, dtype), requires_grad=False)
-            setattr(model.get_submodule(owner), leaf, parameter)
+        hub.load_weights(model, names, folder, dtype, device)
         return model
 
     def save_pretrained(self, folder: str | Path) -> None:

@@ -13,7 +13,6 @@ METHODS maps each name of --method to a function (signals, config) -> r_int (B, 
 needs no change here: `--method my_file:my_function` works too. Advantages are computed from r by
 grpo.group_advantages. Nothing here carries a gradient or looks at true strategies.
 """
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -23,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from support import parallel
-from support.config import Config
+from support.config import Config, import_function
 
 if TYPE_CHECKING:
     from strategy import Features
@@ -139,16 +138,7 @@ def find_method(name: str) -> Method:
 
     A class is made by train.py with (size of the features, config), and its state is checkpointed.
     """
-    if name in METHODS:
-        return METHODS[name]
-    module, _, attribute = name.partition(":")
-    try:
-        method = getattr(importlib.import_module(module), attribute) if attribute else None
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise ValueError(f"--method {name} cannot be imported: {error}") from None
-    if method is None or not callable(method):
-        raise ValueError(f"--method {name}: expected {', '.join(METHODS)}, or module:function")
-    return method
+    return METHODS.get(name) or import_function("--method", name, ", ".join(METHODS))
 
 
 def gate(correct: Tensor, name: str) -> Tensor:

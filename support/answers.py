@@ -10,9 +10,13 @@ equals 1/2.
 
 A text is scanned from left to right a fixed number of times, and a number of over a thousand digits
 is ignored, so hostile text costs no more time than any other of its length. Nothing is evaluated.
+
+Below are also the readers of records and JSONL files with a question and such an answer.
 """
+import json
 import re
 from fractions import Fraction
+from pathlib import Path
 
 MOST_DIGITS = 1000
 MINUS = "[-\u2212\u2013]"
@@ -99,3 +103,49 @@ def find_answer(text: str) -> Fraction | None:
     for last in NUMBER.finditer(text):
         pass
     return read_number(last) if last else None
+
+
+def read_pair(record: dict, where: str) -> tuple[str, Fraction]:
+    """The question and the answer of a record; `where` it stands is for error messages."""
+    question = record.get("question") if isinstance(record, dict) else None
+    if not isinstance(question, str) or not question.strip():
+        raise ValueError(f"{where}: expected an object with a question, a text that is not empty")
+    if not question.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in question):
+        raise ValueError(f"{where}: its question holds half of a surrogate pair, which is not text")
+    answer, value = record.get("answer"), None
+    if isinstance(answer, str):
+        value = find_answer(answer)
+    elif type(answer) in (int, float) and abs(answer) < 1e100:
+        value = Fraction(str(answer))
+    if value is None:
+        raise ValueError(f"{where}: its answer is {str(answer)[:60]!r}, expected a number or a "
+                         "solution that ends on one; other answers need their own judge (README)")
+    return question.strip(), value
+
+
+def read_pairs(file: Path) -> list[tuple[str, Fraction]]:
+    """A JSONL file with a `question` and an `answer` on every line."""
+    pairs = []
+    for number, line in enumerate(file.read_bytes().split(b"\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{file}, line {number}: not valid JSON ({error})") from None
+        pairs.append(read_pair(record, f"{file}, line {number}"))
+    return pairs
+
+
+def read_gsm8k(split: str) -> list[tuple[str, Fraction]]:
+    """GSM8K (Cobbe et al. 2021) through `datasets`."""
+    if split == "validation":
+        raise ValueError("gsm8k has no validation split: use test, or a folder of your own files")
+    try:
+        import datasets  # slow to import, and needed for the hub only
+        rows = datasets.load_dataset("openai/gsm8k", "main", split=split)
+    except Exception as error:  # the hub's client raises dozens of types
+        why = type(error).__name__
+        raise ValueError(f"gsm8k cannot be downloaded or found in the cache ({why}): check the "
+                         "connection, or give a folder with train.jsonl and test.jsonl") from None
+    return [read_pair(row, f"gsm8k {split}, row {number}") for number, row in enumerate(rows)]

@@ -6,6 +6,7 @@ so that a preset or a resumed run can tell a wish from a default. `guard` is eve
 wrapper.
 """
 import argparse
+import importlib
 import signal
 import sys
 from contextlib import contextmanager
@@ -175,6 +176,18 @@ def from_saved(config_class: type, saved: dict, where: str):
         if fault:
             raise ValueError(f"{where}: {name}: {fault}")
     return config_class(**saved)
+
+
+def import_function(flag_name: str, name: str, expected: str):
+    """`module:function` -> the function."""
+    module, _, attribute = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), attribute) if attribute else None
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise ValueError(f"{flag_name} {name} cannot be imported: {error}") from None
+    if not callable(found):
+        raise ValueError(f"{flag_name} {name}: expected {expected}, or module:function")
+    return found
 
 
 class Parser(argparse.ArgumentParser):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.nn as nn
 
 from support import files
 
@@ -129,6 +130,16 @@ def read_weights(folder: Path, wanted):
         if odd:
             raise ValueError(f"{folder} {kind} tensors for its config.json, such as {min(odd)} "
                              f"({len(odd)} in all)")
+
+
+def load_weights(model: nn.Module, names: dict[str, str], folder: Path, dtype: torch.dtype,
+                 device: str | torch.device) -> None:
+    """Read a folder's tensors into a model, frozen; names: {name in the files: parameter}."""
+    for key, tensor in read_weights(folder, names.keys()):
+        owner, _, leaf = names[key].rpartition(".")
+        files.check_tensors({key: tensor}, {key: model.get_parameter(names[key])}, str(folder))
+        parameter = nn.Parameter(tensor.to(device, dtype), requires_grad=False)
+        setattr(model.get_submodule(owner), leaf, parameter)
 
 
 def open_tokenizer(folder: Path):

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
+import lora
 from support import files, parallel
 from support.config import Config
 
@@ -180,3 +181,34 @@ def open_loggers(config: Config) -> list:
         raise ValueError(f"a logger cannot be opened ({why}): install the package, or leave "
                          "--wandb and --tensorboard out") from None
     return loggers
+
+
+def export(policy, folder: Path, problem, step: int, metrics: dict) -> None:
+    """Merged weights, tokenizer, end tokens and a model card, for transformers to load."""
+    policy.tokenizer.save_pretrained(folder)
+    end_tokens = {"eos_token_id": list(policy.eos_ids)}
+    files.write_json(folder / "generation_config.json", end_tokens)
+    write_card(folder, policy, problem, step, metrics, merged=True)
+    with lora.merged(policy.model):
+        policy.model.save_pretrained(folder)  # last: config.json marks a folder that is complete
+
+
+def is_result(file: Path) -> bool:
+    """Whether a file was written by --output; a run's own evaluation has a step."""
+    if file.is_symlink() or not file.is_file():
+        return False
+    saved = files.read_json(file)
+    return "pass@1" in saved and "step" not in saved
+
+
+def check_targets(request, is_run: bool) -> None:
+    """Bad places should fail before the evaluation, not after it."""
+    output, target = Path(request.output), Path(request.export)
+    if request.output and (output.is_dir() or not output.absolute().parent.is_dir()):
+        raise ValueError(f"--output {output}: expected a file in a folder that exists")
+    if request.output and output.exists() and not is_result(output):
+        raise ValueError(f"--output {output} exists and is no earlier result: choose another")
+    if request.export and not is_run:
+        raise ValueError(f"--export needs a run folder; {request.path!r} is a model")
+    if request.export and target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ValueError(f"--export {target} exists and is not an empty folder: choose another")

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import data
 from data import Countdown, Question
+from support import answers
 
 PROBLEM = Countdown((3, 8, 5), 19)
 GSM8K = os.environ.get("SUS_GSM8K")
@@ -286,7 +287,7 @@ def test_a_folder_is_divided_by_the_names_of_its_files(tmp_path):
 def test_a_byte_order_mark_and_windows_line_ends_are_no_part_of_a_question(tmp_path):
     file = tmp_path / "train.jsonl"
     file.write_bytes(b'\xef\xbb\xbf{"question": "q ", "answer": "3"}\r\n')
-    assert data.read_questions(file) == [Question("q", Fraction(3))]
+    assert answers.read_pairs(file) == [("q", Fraction(3))]
 
 
 @pytest.mark.parametrize("line, words", [
@@ -352,7 +353,7 @@ def test_gsm8k_from_a_folder():
     assert len(data.load(GSM8K, "test")) == 1319
     for line in (Path(GSM8K) / "test.jsonl").read_text().splitlines():
         record = json.loads(line)
-        assert data.make_question(record, "here").judge(record["answer"]) == 1
+        assert Question(*answers.read_pair(record, "here")).judge(record["answer"]) == 1
 
 
 def test_gsm8k_through_datasets(monkeypatch):

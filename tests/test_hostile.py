@@ -110,11 +110,11 @@ def test_question_files_and_logs(tmp_path_factory, lines):
     file = tmp_path_factory.getbasetemp() / "hostile.jsonl"
     file.write_bytes(b"\n".join(lines))
     try:
-        problems = data.read_questions(file)
-        assert len(problems) == sum(map(bool, map(bytes.strip, file.read_bytes().split(b"\n"))))
-        for problem in problems:
-            assert type(problem.answer) is Fraction
-            assert data.split_of(problem.question) in data.SPLITS
+        pairs = answers.read_pairs(file)
+        assert len(pairs) == sum(map(bool, map(bytes.strip, file.read_bytes().split(b"\n"))))
+        for question, answer in pairs:
+            assert type(answer) is Fraction
+            assert data.split_of(question) in data.SPLITS
     except ValueError as error:
         assert "hostile.jsonl" in str(error)
     try:

@@ -48,7 +48,7 @@ MUTANTS = (
     ("data.py", "{sorted(problem.numbers)}", "{problem.numbers}"),
     ("data.py", " or key in seen", ""),
     ("data.py", '{split} {size} {seed}"', '{split} {size}"'),
-    ("data.py", "if split_of(problem.question) == split]", "]"),
+    ("data.py", "if split_of(pair[0]) == split]", "]"),
     ("data.py", '.split("\\nQuestion:")[0]) ==', ") =="),
     ("data.py", "== self.answer)", "is not None)"),
     ("data.py", "if result >= 0:", "if result > 0:"),
@@ -243,10 +243,7 @@ MUTANTS = (
     ("evaluate.py", "choice / (weights @ some)", "choice / weights.sum(1)"),
     ("evaluate.py", "entropy(counts) + (seen - 1)", "entropy(counts) - (seen - 1)"),
     ("evaluate.py", "clustering or Clustering.fit(features)", "Clustering.fit(features)"),
-    ("evaluate.py", 'lora.load(policy.model, path / "adapter")', "lora.apply(policy.model)"),
-    ("evaluate.py", "with lora.merged(policy.model):", "if True:"),
-    ("evaluate.py", "list(policy.eos_ids)", "[0]"),
-    ("evaluate.py", "(not target.is_dir() or any(target.iterdir()))", "not target.is_dir()"),
+    ("evaluate.py", 'lora.load(policy.model, folder / "adapter")', "lora.apply(policy.model)"),
     ("evaluate.py", "replace(config, data=base.data)", "config"),
 )
 

@@ -48,7 +48,7 @@ def test_base_models_are_measured_beside_their_runs(cache, policy, tmp_path, cap
     assert len(base) == len(trained) == len(temperatures.TEMPERATURES)
     config = Config(eval_temperature=1.0)
     alone = evaluate.evaluate(policy, data.load("countdown", "validation", 4), config).metrics
-    for name in ("distinct", "intervals"):
+    for name in ("pass@1", "valid", "distinct"):
         assert base[3][name] == alone[name]
     assert trained[0]["distinct"] != base[0]["distinct"]
     assert base[3]["cluster_entropy"] != alone["cluster_entropy"]  # the run's clusters, not its own
