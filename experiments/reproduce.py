@@ -45,8 +45,8 @@ MANY_TUNE = grid((0.0, 0.01, 0.03), {
     "focal-alpha=8": f"{OTHER}focal --bonus scaled --alpha 8 --kl 0.0"})
 BEST = f"{SUS} --kl 0.05"  # by tune
 MAIN = {"sus": f"sus {BEST}", "grpo-kl-0.1": f"grpo {SUS} --kl 0.1",
-        "grpo-kl-0.03": f"grpo {SUS} --kl 0.03", "focal": f"{OTHER}focal {BEST}",
-        "passk": f"{OTHER}passk {PASSK} --kl 0.03", "shuffled": f"{OTHER}shuffled {BEST}",
+        "grpo-kl-0.03": f"grpo {SUS} --kl 0.03", "focal": TUNE["focal-alpha=8"],
+        "passk": TUNE["passk-kl-0.0"], "shuffled": f"{OTHER}shuffled {BEST}",
         "random": f"{OTHER}random_embeddings {BEST}"}
 MANY = {"sus": f"sus {SUS} --kl 0.0", "grpo-kl-0.0": f"grpo {SUS} --kl 0.0",
         "grpo-kl-0.03": f"grpo {SUS} --kl 0.03", "focal": f"{OTHER}focal {SUS} --kl 0.0",

@@ -62,10 +62,10 @@ class Config:
 
     method: str = flag("sus", "what is rewarded beside correctness: sus, ss, surprise, perplexity, "
                        "grpo (nothing), or module:function", group="The intrinsic reward")
-    alpha: float = flag(8.0, "scale of the intrinsic reward; the paper has 0.3")
+    alpha: float = flag(16.0, "scale of the intrinsic reward; the paper has 0.3")
     alpha_decay: float = flag(1.0, "share of the run over which alpha falls to zero; 0: constant",
                               high=1)
-    bonus: str = flag("added", "r = c + alpha r_int, or correct responses scaled by 1 + alpha "
+    bonus: str = flag("scaled", "r = c + alpha r_int, or correct responses scaled by 1 + alpha "
                       "r_int over its mean, which only redistributes", choices=("added", "scaled"))
     gate: str = flag("mixed", "who may earn a bonus: correct responses, correct ones in groups "
                      "that are partly right, all responses of such groups, or (none) all",
@@ -88,7 +88,7 @@ class Config:
 
     normalise: str = flag("none", "advantage: reward minus group mean, divided by the group's "
                           "deviation or by nothing", choices=("std", "none"), group="The update")
-    kl: float = flag(0.03, "weight of the KL penalty to the base model; 0 saves a pass")
+    kl: float = flag(0.05, "weight of the KL penalty to the base model; 0 saves a pass")
     kl_decay: float = flag(1.0, "share of that weight that is left at the end; 1: constant",
                            low=1e-6, high=1)
     kl_form: str = flag("k3", "the penalty's estimator; its gradient is that of KL(base || policy) "
@@ -115,9 +115,9 @@ class Config:
 PRESETS = {"none": {}, "paper": dict(
     model="Qwen/Qwen2.5-1.5B", data="gsm8k", prompt="plain", steps=2802, problems=8, micro_batch=1,
     samples=8, max_new_tokens=256, learning_rate=2e-5, rank=8, alpha=0.3, alpha_decay=0.0,
-    lambda_ss=1.0, lambda_sus=0.5, sus_baseline="none", gate="correct", normalise="std", kl=0.1,
-    encoder="sentence-transformers/all-MiniLM-L6-v2", negatives="batch", strategy_warmup=0,
-    eval_problems=200, eval_samples=8, eval_every=934, checkpoint_every=100)}
+    bonus="added", lambda_ss=1.0, lambda_sus=0.5, sus_baseline="none", gate="correct",
+    normalise="std", kl=0.1, encoder="sentence-transformers/all-MiniLM-L6-v2", negatives="batch",
+    strategy_warmup=0, eval_problems=200, eval_samples=8, eval_every=934, checkpoint_every=100)}
 
 
 def exit_with(message) -> None:

@@ -213,7 +213,7 @@ def test_a_scaled_bonus_never_pays_a_correct_response_less_than_a_wrong_one():
 def test_eq_1_behind_each_gate(gate, expected):
     correct = torch.tensor([[1.0, 0.0], [1.0, 1.0], [0.0, 0.0]])
     intrinsic = torch.tensor([[2.0, 1.0], [1.0, 3.0], [4.0, 2.0]])
-    config = Config(alpha=0.3, alpha_decay=0.0, gate=gate)
+    config = Config(alpha=0.3, alpha_decay=0.0, bonus="added", gate=gate)
     rewards = reward.augment(correct, intrinsic, config, 7)
     torch.testing.assert_close(rewards, torch.tensor(expected))
 
@@ -221,7 +221,7 @@ def test_eq_1_behind_each_gate(gate, expected):
 def test_what_the_gate_shuts_out_cannot_spoil_a_reward():
     correct = torch.tensor([[1.0, 0.0, 0.0]])
     intrinsic = torch.tensor([[1.0, math.inf, math.nan]])
-    config = Config(alpha=2.0, alpha_decay=0.0, gate="mixed")
+    config = Config(alpha=2.0, alpha_decay=0.0, bonus="added", gate="mixed")
     assert reward.augment(correct, intrinsic, config, 0).tolist() == [[3.0, 0.0, 0.0]]
 
 
@@ -232,7 +232,7 @@ def test_groups_without_extrinsic_signal_behave_as_documented(normalise):
     bonus = torch.rand(2, 4, generator=torch.Generator().manual_seed(0))
     moved = {}
     for gate in ("mixed", "correct", "none"):
-        rewards = reward.augment(correct, bonus, Config(gate=gate), 0)
+        rewards = reward.augment(correct, bonus, Config(bonus="added", gate=gate), 0)
         moved[gate] = grpo.group_advantages(rewards, normalise).ne(0).any(1).tolist()
     assert moved == {"mixed": [False, False], "correct": [True, False], "none": [True, True]}
 
@@ -244,7 +244,7 @@ def test_alpha_falls_to_zero_over_a_share_of_the_run():
 
 
 def test_the_bonus_falls_with_alpha_and_correctness_does_not():
-    config = Config(alpha=2.0, alpha_decay=0.8, steps=100, gate="correct")
+    config = Config(alpha=2.0, alpha_decay=0.8, steps=100, bonus="added", gate="correct")
     correct, intrinsic = torch.tensor([[1.0, 0.0]]), torch.tensor([[3.0, 3.0]])
     paid = [reward.augment(correct, intrinsic, config, step).tolist() for step in (0, 40, 80, 99)]
     assert paid == [[[7.0, 0.0]], [[4.0, 0.0]], [[1.0, 0.0]], [[1.0, 0.0]]]
@@ -252,7 +252,7 @@ def test_the_bonus_falls_with_alpha_and_correctness_does_not():
 
 def test_of_two_correct_responses_the_one_with_the_unexpected_strategy_earns_more():
     correct = torch.tensor([[1.0, 1.0, 0.0]] * 2)
-    config = Config(steps=100)
+    config = Config(steps=100, bonus="added", alpha=8.0)
     bonus = reward.sus(make_signals(correct=correct), config)
     expected, unexpected, wrong = reward.augment(correct, bonus, config, 50)[0].tolist()
     assert unexpected - expected == pytest.approx(config.alpha / 2 * config.lambda_ss)

@@ -30,9 +30,10 @@ from tests.conftest import make_sentence_encoder
 
 ROOT = Path(__file__).parent.parent
 QUICK = ["--problems", "4", "--samples", "4", "--eval-problems", "6", "--eval-samples", "5",
-         "--strategy-warmup", "8", "--device", "cpu"]
+         "--strategy-warmup", "8", "--device", "cpu", "--bonus",
+         "added", "--alpha", "8", "--kl", "0.03"]
 SMALL = dict(problems=4, samples=4, eval_problems=6, eval_samples=5, strategy_warmup=8,
-             device="cpu")  # the same as a Config
+             bonus="added", alpha=8.0, kl=0.03, device="cpu")  # the same as a Config
 # Bonuses without a gate: the tests' base model is hardly ever right.
 WHOLE = ["--steps", "5", "--checkpoint-every", "2", "--eval-every", "2", "--learn-lambdas",
          "--gate", "none"]

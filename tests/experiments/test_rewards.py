@@ -70,7 +70,7 @@ def test_pass_at_k_training_pays_wrong_responses_the_chance_of_company():
     for right in range(G + 1):
         correct = torch.tensor([[1.0] * right + [0.0] * (G - right)])
         signals = make_signals(correct=correct)
-        paid = correct + rewards.passk(signals, Config(gate="none"))
+        paid = correct + rewards.passk(signals, Config(gate="none", bonus="added"))
         wrong = G - right
         R = 1 - math.comb(wrong, k) / math.comb(G, k)
         company = 1 - math.comb(max(wrong - 1, 0), k - 1) / math.comb(G - 1, k - 1)
@@ -81,11 +81,11 @@ def test_pass_at_k_training_pays_wrong_responses_the_chance_of_company():
 
 def test_rewards_for_wrong_responses_need_a_gate_that_lets_them_through():
     for name, gate in (("passk", "none"), ("smoothing", "group")):
-        for config in (Config(), Config(gate=gate, bonus="scaled")):
+        for config in (Config(bonus="added"), Config(gate=gate, bonus="scaled")):
             with pytest.raises(ValueError, match=f"--gate {gate} --bonus added"):
                 getattr(rewards, name)(random_signals(0), config)
     with pytest.raises(ValueError, match="--samples 4"):
-        rewards.passk(make_signals(), Config(gate="none"))
+        rewards.passk(make_signals(), Config(gate="none", bonus="added"))
 
 
 def test_focal_is_the_share_of_wrong_responses_of_the_group():
@@ -107,7 +107,7 @@ def test_unlikeliness_ranks_by_the_probability_of_the_whole_response():
 
 
 def test_smoothing_pays_the_improbable_if_right_and_the_probable_if_wrong():
-    bonus = rewards.smoothing(make_signals(logprobs=LOGPROBS), Config(gate="group"))
+    bonus = rewards.smoothing(make_signals(logprobs=LOGPROBS), Config(gate="group", bonus="added"))
     torch.testing.assert_close(bonus, torch.tensor([[2.0, 3.0, -0.5], [-1.0, -2.0, -3.0]]))
 
 
