@@ -22,7 +22,7 @@ from tests.conftest import adapted, small_model
 
 ROOT = Path(__file__).parent.parent
 QUICK = ["--problems", "6", "--samples", "4", "--eval-problems", "8", "--eval-samples", "5",
-         "--strategy-warmup", "8", "--alpha-decay", "0", "--device", "cpu"]
+         "--strategy-warmup", "8", "--alpha-decay", "0", "--device", "cpu", "--bonus", "added"]
 # A run in which every file that checkpoint.save writes after step 2 may have MOST bytes.
 FULL_DISK = """
 import resource, data, train
