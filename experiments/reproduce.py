@@ -28,10 +28,11 @@ PROBLEMS = 400  # per split
 
 def grid(weights: tuple[float, ...], more: dict[str, str]) -> dict[str, str]:
     """Four settings of each method: three KL weights, and one of `more`."""
-    methods = {"grpo": f"grpo {SUS}", "sus": f"sus {SUS}", "focal": f"{OTHER}focal {SUS}",
+    methods = {"sus": f"sus {SUS}", "grpo": f"grpo {SUS}", "focal": f"{OTHER}focal {SUS}",
                "passk": f"{OTHER}passk {PASSK}"}
-    return more | {f"{name}-kl-{kl}": f"{flags} --kl {kl}"
-                   for name, flags in methods.items() for kl in weights}
+    found = {f"{name}-kl-{kl}": f"{flags} --kl {kl}"
+             for name, flags in methods.items() for kl in weights}
+    return found | more
 
 
 # name: method and flags
