@@ -21,12 +21,12 @@ import random
 import re
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import permutations
 from pathlib import Path
 
 from support import parallel
-from support.answers import find_answer, read_gsm8k, read_pairs
+from support.answers import find_answer, read_gsm8k, read_split
 from support.config import import_function
 
 OPERATORS = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b}
@@ -177,26 +177,12 @@ class Question:
         return float(find_answer(response.split("\nQuestion:")[0]) == self.answer)
 
 
-def load_questions(path: Path, split: str) -> list[Question]:
-    """A file is divided by its questions' hashes, a folder by the words in its files' names."""
-    if path.is_file():
-        return [Question(*pair) for pair in read_pairs(path) if split_of(pair[0]) == split]
-    problems = []
-    for file in sorted(path.glob("*.jsonl")):
-        splits = set(re.split("[^a-z]+", file.stem.lower())) & set(SPLITS)
-        if len(splits) > 1:
-            raise ValueError(f"{file} names more than one split of train, validation and test")
-        if split in splits:
-            problems += [Question(*pair) for pair in read_pairs(file)]
-    return problems
-
-
 def find_task(name: str):
     """-> a function from a split to its problems. No file is read yet."""
     if name == "gsm8k":
         return lambda split: [Question(*pair) for pair in read_gsm8k(split)]
     if name and Path(name).exists():
-        return partial(load_questions, Path(name))
+        return lambda split: [Question(*pair) for pair in read_split(Path(name), split, split_of)]
     return import_function("--data", name, f"{', '.join(COUNTDOWN)}, gsm8k, a JSONL file or "
                            "folder with questions and answers")
 

@@ -3,6 +3,7 @@
     python evaluate.py runs/NAME            a trained run, with the settings of its config.json
     python evaluate.py MODEL --data NAME    any model folder or hub id, or tiny; no run needed
     python evaluate.py runs/NAME --export FOLDER    also write the merged model
+    python evaluate.py runs/NAME --ask "use 3,8,5 to make 19:"      base and trained model answer
 
 pass@k is the unbiased estimator of Chen et al. (2021): with c of n samples correct, 1 - C(n-c, k) /
 C(n, k). Coverage is the share of a problem's correct strategies that its responses find. Entropies
@@ -28,6 +29,7 @@ import sample
 from sample import Policy
 from strategy import BaseEncoder, Features
 from support import checkpoint, files, parallel, report, tiny
+from support.ask import KEEP_ASKING, talk
 from support.clustering import Clustering
 from support.config import Config, check_config, flag, guard, parse
 from support.fast import accelerate
@@ -169,9 +171,11 @@ class Request(Config):
     seed: int = flag(0, "of the sampled responses and the bootstrap", high=2 ** 32 - 1)
     output: str = flag("", "also write the results to this JSON file")
     export: str = flag("", "also write a run's merged model into this folder")
+    ask: str = flag("", "a problem to answer, before and after training; without a text, asks you",
+                    bare=KEEP_ASKING)
 
 
-OWN_FLAGS = {"path", "output", "export"}
+OWN_FLAGS = {"path", "output", "export", "ask"}
 FLAGS = OWN_FLAGS | {"data", "eval_split", "eval_problems", "eval_samples", "eval_temperature",
                      "seed", "max_new_tokens", "prompt", "system", "instruction", "device",
                      "dtype", "cache"}
@@ -198,6 +202,8 @@ def evaluate_path(request: Request, given: set[str]) -> None:
     policy = sample.open_policy(folder, config)
     clustering, step = load_run(policy, path) if run_config else (None, 0)
     accelerate(policy.model)
+    if request.ask:
+        return talk(request.ask, policy, config, clustering, step, evaluate)
     if request.export:
         Path(request.export).mkdir(parents=True, exist_ok=True)
     metrics = evaluate(policy, problems, config, clustering, request.seed).metrics

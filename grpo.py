@@ -117,7 +117,7 @@ def accumulate_gradient(model: Transformer, prompts: list[list[int]], rollout: R
     if not config.kl:  # without KL nothing flows from a group of zero advantage
         groups = advantages.ne(0).any(1).nonzero()[:, 0].tolist()
     rows_of = torch.arange(len(rollout.ids), device=mask.device).view(-1, samples)  # (B, G)
-    metrics = {"loss": 0.0, "kl": 0.0, "clip_share": 0.0}
+    metrics = dict.fromkeys(("loss", "kl", "clip_share", "mismatch", "scored"), 0.0)
     for chosen in (groups[i:i + size] for i in range(0, len(groups), size)):
         rows = rows_of[chosen].flatten()
         T = max(int(rollout.lengths[rows].max()), 1)  # no columns of padding
@@ -133,8 +133,11 @@ def accumulate_gradient(model: Transformer, prompts: list[list[int]], rollout: R
         metrics["loss"] += loss.item()
         metrics["kl"] += (k3(current, base) * weight).sum().item()
         metrics["clip_share"] += (clipped * weight).sum().item()
+        metrics["mismatch"] += ((current - rollout.logprobs[rows, :T]).abs() * weight).sum().item()
+        metrics["scored"] += weight.sum().item()
     if parallel.active:
         parallel.sum_gradients(list(lora.parameters(model).values()))
         ranks = parallel.gather_values(metrics)
         metrics = {name: sum(each[name] for each in ranks) for name in metrics}
+    metrics["mismatch"] /= max(metrics.pop("scored"), 1e-9)  # of the tokens that were scored
     return metrics

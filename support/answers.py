@@ -137,6 +137,20 @@ def read_pairs(file: Path) -> list[tuple[str, Fraction]]:
     return pairs
 
 
+def read_split(path: Path, split: str, split_of) -> list[tuple[str, Fraction]]:
+    """A file is divided by split_of(question), a folder by the words in its files' names."""
+    if path.is_file():
+        return [pair for pair in read_pairs(path) if split_of(pair[0]) == split]
+    pairs = []
+    for file in sorted(path.glob("*.jsonl")):
+        splits = set(re.split("[^a-z]+", file.stem.lower())) & {"train", "validation", "test"}
+        if len(splits) > 1:
+            raise ValueError(f"{file} names more than one split of train, validation and test")
+        if split in splits:
+            pairs += read_pairs(file)
+    return pairs
+
+
 def read_gsm8k(split: str) -> list[tuple[str, Fraction]]:
     """GSM8K (Cobbe et al. 2021) through `datasets`."""
     if split == "validation":

@@ -312,6 +312,23 @@ def test_the_loss_and_its_gradient_equal_transformers_with_peft(tmp_path, rollou
     assert_same(found, expected)
 
 
+def test_mismatch_is_how_far_scored_tokens_are_from_what_was_sampled(model, rollout):
+    """A mean over the tokens that are scored: without KL, groups of zero advantage are not."""
+    advantages = ADVANTAGES.clone()
+    advantages[1] = 0.0
+    metrics, _ = gradient(model, rollout, settings(kl=0.0), advantages)
+    assert 0 <= metrics["mismatch"] < 1e-5
+    rollout.logprobs += 0.5 * rollout.mask()  # as if another policy had sampled
+    for size in (1, 4):
+        metrics, _ = gradient(model, rollout, settings(kl=0.0, micro_batch=size), advantages)
+        assert metrics["mismatch"] == pytest.approx(0.5, abs=1e-4)
+    rollout.logprobs[3:6] += 7.0 * rollout.mask()[3:6]  # that group
+    metrics, _ = gradient(model, rollout, settings(kl=0.0), advantages)
+    assert metrics["mismatch"] == pytest.approx(0.5, abs=1e-4)
+    metrics, _ = gradient(model, rollout, settings(kl=0.1), advantages)
+    assert metrics["mismatch"] > 1
+
+
 def test_an_unmoved_policy_has_ratio_one_and_clips_nothing(model, rollout):
     recomputed = grpo.score(model, PROMPTS, rollout.ids, rollout.mask(), 0.9)
     assert (recomputed - rollout.logprobs).abs().max() < 1e-4
@@ -395,7 +412,7 @@ def test_empty_responses_give_no_nan(model, rollout):
     rollout.lengths[:] = 0
     metrics, vector = gradient(model, rollout, settings(kl=0.0))
     assert (vector == 0).all()
-    assert metrics == {"loss": 0.0, "kl": 0.0, "clip_share": 0.0}
+    assert metrics == {"loss": 0.0, "kl": 0.0, "clip_share": 0.0, "mismatch": 0.0}
     rollout.lengths[0] = 2  # two tokens in the whole batch, with an advantage of one
     metrics, vector = gradient(model, rollout, settings(kl=0.0))
     assert metrics["loss"] == pytest.approx(-1.0)

@@ -48,7 +48,6 @@ MUTANTS = (
     ("data.py", "{sorted(problem.numbers)}", "{problem.numbers}"),
     ("data.py", " or key in seen", ""),
     ("data.py", '{split} {size} {seed}"', '{split} {size}"'),
-    ("data.py", "if split_of(pair[0]) == split]", "]"),
     ("data.py", '.split("\\nQuestion:")[0]) ==', ") =="),
     ("data.py", "== self.answer)", "is not None)"),
     ("data.py", "if result >= 0:", "if result > 0:"),

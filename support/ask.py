@@ -1,0 +1,104 @@
+"""`evaluate.py RUN --ask TEXT`: answers of the base model and of the trained one, side by side."""
+import re
+import textwrap
+from collections import Counter
+from contextlib import nullcontext
+from fractions import Fraction
+from itertools import zip_longest
+from pathlib import Path
+from types import SimpleNamespace
+
+import data
+import lora
+from support import parallel
+from support.config import Config
+
+KEEP_ASKING = "-"  # --ask without a text
+WIDTH = 80  # of a terminal
+MOST = 6  # different responses of each model
+COUNTDOWN = re.compile("use ([0-9]{1,4}(?:,[0-9]{1,4}){1,5}) to make ([0-9]{1,5}):?")
+
+
+def find_problem(task: str, text: str) -> tuple:
+    """-> the problem that a text puts, and whether its answer is known."""
+    text = text.strip()
+    if task in data.COUNTDOWN:
+        found = COUNTDOWN.fullmatch(text)
+        if not found:
+            raise ValueError(f'{text!r} is no such problem: expected "use 3,8,5 to make 19:"')
+        return data.Countdown(tuple(map(int, found[1].split(","))), int(found[2])), True
+    for split in ("test", "train"):
+        for problem in data.load(task, split):
+            if text in (problem.prompt, getattr(problem, "question", None)):
+                return problem, True
+    if task == "gsm8k" or Path(task).exists():
+        return data.Question(text, Fraction(0)), False
+    return SimpleNamespace(prompt=text, judge=lambda response: 0.0), False
+
+
+def make_column(title: str, responses: list[dict], known: bool, clusters: bool,
+                width: int) -> list[str]:
+    """The commonest responses: how often, right or wrong, which strategy, what."""
+    right = sum(each["correct"] for each in responses)
+    lines = [f"{title}: {right:.0f} of {len(responses)} right" if known else title, ""]
+    counts = Counter(each["text"] for each in responses)
+    first = {each["text"]: each for each in reversed(responses)}
+    for text, count in counts.most_common(MOST):
+        each = first[text]
+        words = [f"{count:2}x"] + ([("wrong", "right")[each["correct"] > 0]] if known else [])
+        if "strategy" in each:
+            words.append(f"{each['strategy'] or 'illegal':2}")
+        elif clusters:
+            words.append(f"cluster {each['cluster']}:")
+        shown = "".join(letter if letter.isprintable() else " " for letter in text)
+        lines += textwrap.wrap(f"{' '.join(words)}  {shown.strip()}", width,
+                               subsequent_indent="    ", drop_whitespace=False)
+    if len(counts) > MOST:
+        lines.append(f"    and {len(counts) - MOST} others")
+    return lines
+
+
+def make_page(text: str, answers: dict[str, list[dict]], known: bool, clusters: bool) -> str:
+    """{title: responses} of one or two models -> what the terminal shows."""
+    width = WIDTH // len(answers) - 2
+    columns = [make_column(title, responses, known, clusters, width)
+               for title, responses in answers.items()]
+    rows = ["  ".join(cell.ljust(width) for cell in row).rstrip()
+            for row in zip_longest(*columns, fillvalue="")]
+    return "\n".join([*textwrap.wrap(text, WIDTH), "", *rows])
+
+
+def answer(problem, policy, config: Config, clustering, step: int,
+           evaluate) -> dict[str, list[dict]]:
+    """Responses to one problem: of a run's base model and of the trained one, or of a model."""
+    found = {}
+    for title in ("base model", f"after {step} steps") if step else ("the model",):
+        is_base = step and title == "base model"
+        with lora.disabled(policy.model) if is_base else nullcontext():
+            found[title] = evaluate(policy, [problem], config, clustering).records[0]["responses"]
+    return found
+
+
+def talk(text: str, policy, config: Config, clustering, step: int, evaluate) -> None:
+    """Print the answers to a text; without one, ask for texts until an empty line."""
+    if parallel.active:
+        raise ValueError("--ask talks to one process: start it with python, not with torchrun")
+    keep_asking = text == KEEP_ASKING
+    while True:
+        if keep_asking:
+            try:
+                text = input("\nyour problem, or nothing to stop: ")
+            except EOFError:
+                text = ""
+            if not text.strip():
+                return
+        try:
+            problem, known = find_problem(config.data, text)
+            answers = answer(problem, policy, config, clustering, step, evaluate)
+            print("\n" + make_page(text.strip(), answers, known, clustering is not None))
+        except ValueError as error:
+            if not keep_asking:
+                raise
+            print(f"error: {error}")
+        if not keep_asking:
+            return
