@@ -1,16 +1,18 @@
 """Tables that compare settings: each at a temperature of its own, and along its whole curve.
 
-    python -m experiments.compare results/countdown.jsonl
+    python -m experiments.compare results/main.jsonl
 
 How sharp a policy is can be chosen for free when it is decoded. So a setting's value of a measure
-is taken at the temperature that has the best mean on validation problems, and two settings are
-also compared where both have the same pass@16, coverage or pass@1: at MATCH of what the lesser of
-them can reach at any temperature, interpolated along the curves.
+is taken at the temperature that has the best mean on validation problems. Two settings are also
+compared at an equal pass@16, coverage or pass@1: each at the place on its curve, interpolated
+between temperatures, where it has the most of one measure while the other is at least MATCH of what
+the lesser setting can reach. This place is chosen on validation problems too, so that nothing is
+chosen by the numbers that are shown.
 
 A line of such a file has name, seed, split, temperature and measures. Numbers are means ± half of
 their 95 % interval over seeds (Student's t); differences are paired by seed, relative to the second
-setting's mean. p is that of a paired t-test after Holm's correction over the comparisons that were
-planned as primary: against the best GRPO and PRIMARY, in the measures of GOALS.
+setting's mean. p is that of a paired t-test after Holm's correction over the comparisons on test
+problems that were planned as primary: against every GRPO and PRIMARY, in the measures of GOALS.
 """
 import argparse
 from pathlib import Path
@@ -39,9 +41,11 @@ def mean_and_half(values: list[float]) -> tuple[float, float]:
 
 def p_value(differences: list[float]) -> float:
     """Two-sided, of a t-test against zero; the density is summed up to far beyond any use."""
-    n = len(differences)
+    n, mean = len(differences), np.mean(differences)
     deviation = np.std(differences, ddof=1) / np.sqrt(n)
-    t = abs(np.mean(differences)) / deviation if deviation else np.inf
+    if not deviation:
+        return float(mean == 0)
+    t = abs(mean) / deviation
     x = np.linspace(0, 1000, 1_000_001)
     density = (1 + x * x / (n - 1)) ** (-n / 2)
     return density[x >= t].sum() / density.sum()
@@ -61,6 +65,17 @@ def read_curves(lines: list[dict], split: str) -> Curves:
     for line in sorted(lines, key=lambda line: line["temperature"]):
         if line["split"] == split:
             curves.setdefault(line["name"], {}).setdefault(line["seed"], []).append(line)
+    if len({line["data"] for line in lines}) > 1:
+        raise ValueError("runs on different tasks cannot be compared")
+    temperatures = {tuple(line["temperature"] for line in curve)
+                    for seeds in curves.values() for curve in seeds.values()}
+    for name, seeds in curves.items():
+        for seed, curve in seeds.items():
+            if len({line["temperature"] for line in curve}) < len(curve):
+                raise ValueError(f"two runs of {name} have seed {seed}: a run's --seed tells it "
+                                 "from the others of its name")
+    if len(temperatures) > 1:
+        raise ValueError(f"not all runs were measured at the same temperatures on {split} problems")
     return {name: curves[name] for name in dict.fromkeys(line["name"] for line in lines)
             if name in curves}
 
@@ -85,14 +100,23 @@ def choose_temperature(seeds: dict[int, list[dict]], measure: str) -> float:
     return max(curve, key=lambda line: (line[measure], -line["temperature"]))["temperature"]
 
 
-def frontier(curve: list[dict], measure: str, at: str, level: float) -> float:
-    """The highest `measure` along a curve where its `at` is at least this level."""
-    reached = [line[measure] for line in curve if line[at] >= level]
-    for a, b in zip(curve, curve[1:]):
+def find_place(curve: list[dict], measure: str, at: str, level: float) -> float:
+    """Where along a curve `measure` is highest while `at` is at least this level.
+
+    2.25 is a quarter of the way from the third temperature to the fourth.
+    """
+    places = {number: line[measure] for number, line in enumerate(curve) if line[at] >= level}
+    for number, (a, b) in enumerate(zip(curve, curve[1:])):
         if min(a[at], b[at]) < level < max(a[at], b[at]):
             share = (level - a[at]) / (b[at] - a[at])
-            reached.append(a[measure] + share * (b[measure] - a[measure]))
-    return max(reached)
+            places[number + share] = a[measure] + share * (b[measure] - a[measure])
+    return max(places, key=places.get)
+
+
+def value_at_place(curve: list[dict], measure: str, place: float) -> float:
+    number = min(int(place), len(curve) - 2)
+    a, b = (line[measure] for line in curve[number:number + 2])
+    return a + (place - number) * (b - a)
 
 
 def values_at(seeds: dict[int, list[dict]], measure: str, temperature: float) -> dict[int, float]:
@@ -107,15 +131,15 @@ def differences(ours: dict[int, float], theirs: dict[int, float]) -> list[float]
     return [(ours[seed] - theirs[seed]) / middle for seed in sorted(pairs)]
 
 
-def matched_differences(ours: dict, theirs: dict, measure: str, at: str) -> list[float]:
-    """The same at an equal value of `at`, pair by pair."""
-    found = {}, {}
-    for seed in ours.keys() & theirs.keys():
-        sides = ours[seed], theirs[seed]
-        level = MATCH * min(max(line[at] for line in side) for side in sides)
-        for values, side in zip(found, sides):
-            values[seed] = frontier(side, measure, at, level)
-    return differences(*found)
+def matched_differences(ours: dict, theirs: dict, chosen: list[dict], measure: str,
+                        at: str) -> list[float]:
+    """The same at an equal value of `at`; chosen: both settings' curves on validation problems."""
+    curves = [mean_curve(seeds, [measure, at]) for seeds in chosen]
+    level = MATCH * min(max(line[at] for line in curve) for curve in curves)
+    places = [find_place(curve, measure, at, level) for curve in curves]
+    return differences(*({seed: value_at_place(curve, measure, place)
+                          for seed, curve in seeds.items()}
+                         for seeds, place in zip((ours, theirs), places)))
 
 
 def percent(values: list[float], sign: str = "") -> str:
@@ -149,7 +173,7 @@ def find_best(validation: Curves, prefix: str = "grpo") -> str | None:
     return max(means, key=means.get, default=None)
 
 
-def differences_table(curves: Curves, validation: Curves, task: str) -> str:
+def differences_table(curves: Curves, validation: Curves, goals: tuple[str, ...]) -> str:
     """The first setting over each other one, the best GRPO first."""
     first, *others = curves
     best = find_best(validation)
@@ -160,12 +184,14 @@ def differences_table(curves: Curves, validation: Curves, task: str) -> str:
         cells = {measure: differences(*(
             values_at(curves[side], measure, choose_temperature(validation[side], measure))
             for side in (first, other))) for measure in ("pass@1", "pass@5")}
-        cells |= {f"{measure} at equal {at}": matched_differences(ours, theirs, measure, at)
+        chosen = [validation[first], validation[other]]
+        cells |= {f"{measure} at equal {at}": matched_differences(ours, theirs, chosen, measure, at)
                   for measure, at in known(curves, MATCHED)}
         rows[name] = cells
-        if other in PRIMARY or other == best:
-            planned |= {(name, goal): cells[goal] for goal in GOALS.get(task, ())}
-    planned = {key: values for key, values in planned.items() if len(values) > 1}
+        if other in PRIMARY or other.startswith("grpo"):
+            planned |= {(name, goal): cells[goal] for goal in goals}
+    planned = {key: values for key, values in planned.items()
+               if len(values) > 1 and np.isfinite(values).all()}
     p_values = dict(zip(planned, holm([p_value(values) for values in planned.values()])))
     lines = [[name, *(percent(values, "+") + (
         f", p {p_values[name, measure]:.3f}" if (name, measure) in p_values else "")
@@ -177,16 +203,22 @@ def make_tables(lines: list[dict]) -> str:
     """All tables of a file; without test problems, what was measured on validation."""
     if not lines:
         raise ValueError("there is nothing to compare: no run was measured")
-    validation = read_curves(lines, "validation")
-    splits = [split for split in ("test", "test-drawn") if read_curves(lines, split)]
     text = ""
-    for split in splits or ["validation"]:
-        curves = read_curves(lines, split)
-        chosen = {name: validation.get(name, curves[name]) for name in curves}
-        seeds = max(len(each) for each in curves.values())
-        text += (f"{split} problems, seeds: {seeds}; mean ± half of its 95 % interval\n\n"
-                 f"{settings_table(curves, chosen)}\n"
-                 f"{differences_table(curves, chosen, lines[0].get('data', ''))}\n")
+    try:
+        validation = read_curves(lines, "validation")
+        splits = [split for split in ("test", "test-drawn") if read_curves(lines, split)]
+        for split in splits or ["validation"]:
+            curves = read_curves(lines, split)
+            chosen = {name: validation.get(name, curves[name]) for name in curves}
+            seeds = max(len(each) for each in curves.values())
+            where = "validation" if validation.keys() >= curves.keys() else f"these {split}"
+            goals = GOALS.get(lines[0]["data"], ()) if split == "test" else ()
+            text += (f"{split} problems, seeds: {seeds}; mean ± half of its 95 % interval; "
+                     f"temperatures chosen on {where} problems\n\n"
+                     f"{settings_table(curves, chosen)}\n"
+                     f"{differences_table(curves, chosen, goals)}\n")
+    except (KeyError, TypeError, IndexError, StopIteration) as error:
+        raise ValueError(f"a line to compare is damaged or of another version: {error!r}") from None
     return text
 
 

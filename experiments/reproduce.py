@@ -59,7 +59,7 @@ QUICK = {name: setting.split(" --kl")[0] + " --kl 0.05" for name, setting in (
 SWEEP = {"sus": MAIN["sus"]} | {name: f"{MAIN['sus']} --{name.replace('_', '-')}" for name in (
     "alpha=4", "alpha=32", "lambda_ss=0.5", "lambda_ss=2", "lambda_sus=0.25", "lambda_sus=1",
     "kl=0.03", "kl=0.1")}
-OTHERS = {name: f"{OTHER}{name} {BEST}" for name in (
+OTHERS = {"sus": MAIN["sus"]} | {name: f"{OTHER}{name} {BEST}" for name in (
     "ss_focal", "flat", "novelty", "repository", "elliptical", "uniqueness", "count", "rnd")} | {
     "ss": f"ss {BEST}", "surprise": f"surprise {BEST}", "perplexity": f"perplexity {BEST}",
     "icm": f"{OTHER}icm {BEST} --reading equations", "equations": f"sus {BEST} --reading equations",
@@ -139,10 +139,10 @@ def next_command(folder: Path, flags: list[str], part: Part) -> list | None:
     measure = ["-m", "experiments.temperatures", folder, "--splits", *part.splits, "--problems",
                str(PROBLEMS)]
     is_first = folder.name.rpartition("-")[0] == next(iter(part.settings))
-    for file in ("temperatures", "base") if is_first else ("temperatures",):
-        lines = files.read_lines(folder / f"{file}.jsonl", key="split")
-        if not {line["split"] for line in lines} >= set(part.splits):
-            return [*measure, *(["--base"] if file == "base" else [])]
+    for base in (False, True) if is_first else (False,):
+        if not all(temperatures.find_measured(folder, split, PROBLEMS, base)
+                   for split in part.splits):
+            return [*measure, *(["--base"] if base else [])]
     return None
 
 

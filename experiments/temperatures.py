@@ -28,19 +28,27 @@ SPLITS = ("validation", "test", "test-drawn")
 KEPT = (*compare.MEASURES, "strategy_choice", "strategy_entropy", "cluster_entropy", "distinct")
 
 
-def measure_run(folder: Path, split: str, count: int, base: bool = False) -> list[dict]:
-    """The lines of a run on so many problems of a split, measured now or found in its file."""
+def find_measured(folder: Path, split: str, count: int, base: bool = False) -> list[dict]:
+    """The lines of a run on so many problems of a split, if it was measured as it is now."""
+    lines = files.read_lines(folder / ("base.jsonl" if base else "temperatures.jsonl"), key="split")
+    step = checkpoint.find_step(folder, {})
+    found = [line for line in lines
+             if (line["split"], line.get("asked"), line.get("step")) == (split, count, step)]
+    return found if [line["temperature"] for line in found] == list(TEMPERATURES) else []
+
+
+def measure_run(folder: Path, split: str, count: int, base: bool = False) -> None:
+    """Write a run's lines on so many problems of a split, unless they are there."""
     config = checkpoint.read_config(folder)
     if config is None:
         raise ValueError(f"{folder} is not a run of train.py")
-    file = folder / ("base.jsonl" if base else "temperatures.jsonl")
-    known = [line for line in files.read_lines(file, key="split")
-             if (line["split"], line["asked"]) == (split, count)]
-    if len(known) == len(TEMPERATURES):
-        return known
+    if find_measured(folder, split, count, base):
+        return
     config = replace(config, eval_split=split, eval_problems=count, eval_samples=16)
     policy = sample.open_policy(tiny.find_base(config, may_build=False), config)
-    clustering, _ = evaluate.load_run(policy, folder)
+    clustering, step = evaluate.load_run(policy, folder)
+    if step < config.steps:
+        print(f"note: {folder} has {step} of its {config.steps} steps")
     accelerate(policy.model)
     problems = data.load(config.data, split, count)
     lines = []
@@ -48,21 +56,21 @@ def measure_run(folder: Path, split: str, count: int, base: bool = False) -> lis
         with lora.disabled(policy.model) if base else nullcontext():
             found = evaluate.evaluate(policy, problems,
                                       replace(config, eval_temperature=temperature), clustering)
-        lines.append({"asked": count, **found.metrics})
-    for line in lines:
-        files.append_line(file, line)
-    return lines
+        lines.append({"step": step, "asked": count, **found.metrics})
+    file = folder / ("base.jsonl" if base else "temperatures.jsonl")
+    others = [line for line in files.read_lines(file, key="split") if line["split"] != split]
+    files.write_lines(file, others + lines)
 
 
 def read_measures(folder: Path) -> list[dict]:
     """What was measured of a run and of its base model, in short lines with name and seed."""
     config = checkpoint.read_config(folder)
     about = {"seed": config.seed, "base": Path(config.cache).name, "data": config.data}
-    names = {"temperatures": re.sub(r"(-\d+)+$", "", folder.name), "base": "base model"}
-    return [{"name": name, **about,
+    name = re.sub(r"(-\d+)+$", "", folder.absolute().name)
+    return [{"name": label, **about,
              **{key: line[key] for key in ("split", "temperature", "problems", "samples")},
              **{key: round(line[key], 5) for key in KEPT if line.get(key) is not None}}
-            for file, name in names.items()
+            for file, label in (("temperatures", name), ("base", "base model"))
             for line in files.read_lines(folder / f"{file}.jsonl", key="split")]
 
 
@@ -73,7 +81,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--problems", type=int, default=400, help="of each split (default 400)")
     parser.add_argument("--base", action="store_true", help="the base models of these runs")
     arguments = parser.parse_args(argv)
-    with guard():
+    with guard(lambda: "The same command goes on from here."):
+        if arguments.problems < 1:
+            raise ValueError(f"--problems {arguments.problems}: expected 1 or more")
         for folder in arguments.runs:
             for split in arguments.splits:
                 measure_run(folder, split, arguments.problems, arguments.base)

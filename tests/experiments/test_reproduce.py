@@ -224,7 +224,9 @@ def test_a_run_is_trained_then_measured_and_the_first_setting_with_its_base_mode
         (folder / "evaluations.jsonl").write_text('{"step": 3}\n')
         command = reproduce.next_command(folder, jobs[folder], part)
         assert command[:5] == ["-m", "experiments.temperatures", folder, "--splits", "validation"]
-        lines = "".join(f'{{"split": "{split}"}}\n' for split in part.splits)
+        lines = "".join(json.dumps({"split": split, "temperature": t, "asked": reproduce.PROBLEMS,
+                                    "step": 0}) + "\n" for split in part.splits
+                        for t in reproduce.temperatures.TEMPERATURES)
         (folder / "temperatures.jsonl").write_text(lines.splitlines()[0] + "\n")
         assert reproduce.next_command(folder, jobs[folder], part) == command  # a split is missing
         (folder / "temperatures.jsonl").write_text(lines)

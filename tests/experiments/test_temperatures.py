@@ -3,6 +3,7 @@ import pytest
 
 import data
 import evaluate
+import train
 from experiments import temperatures
 from support import files
 from support.config import Config
@@ -33,7 +34,25 @@ def test_a_run_is_measured_once_at_every_temperature(cache, tmp_path, capsys, mo
         assert capsys.readouterr().out == table
     temperatures.measure_run(folder, "validation", 3)  # another number of problems is not that
     lines = files.read_lines(folder / "temperatures.jsonl", key="split")
-    assert [line["problems"] for line in lines[5:]] == [3] * 5
+    assert [line["problems"] for line in lines] == [3] * 5  # in place of the others
+    temperatures.measure_run(folder, "test", 3)
+    assert len(temperatures.read_measures(folder)) == 10
+
+
+def test_a_run_that_went_on_or_a_half_written_file_is_measured_again(cache, tmp_path, capsys):
+    folder = run(tmp_path / "mine-7", cache, "--steps", "2", "--gate", "none", "--alpha-decay", "0")
+    temperatures.measure_run(folder, "validation", 3)
+    assert temperatures.find_measured(folder, "validation", 3)
+    assert not temperatures.find_measured(folder, "test", 3)
+    assert not temperatures.find_measured(folder, "validation", 4)
+    file = folder / "temperatures.jsonl"
+    text = file.read_text()
+    file.write_text("".join(text.splitlines(keepends=True)[:3]) + text[:40])
+    assert not temperatures.find_measured(folder, "validation", 3)
+    temperatures.measure_run(folder, "validation", 3)
+    assert file.read_text() == text
+    train.main(["--run", str(folder), "--resume", "--steps", "3"])
+    assert not temperatures.find_measured(folder, "validation", 3)
 
 
 def test_base_models_are_measured_beside_their_runs(cache, policy, tmp_path, capsys):
@@ -53,6 +72,12 @@ def test_base_models_are_measured_beside_their_runs(cache, policy, tmp_path, cap
     assert trained[0]["distinct"] != base[0]["distinct"]
     assert base[3]["cluster_entropy"] != alone["cluster_entropy"]  # the run's clusters, not its own
     assert {line["name"] for line in temperatures.read_measures(folder)} == {"mine", "base model"}
+
+
+def test_a_number_of_problems_must_be_positive(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        temperatures.main([str(tmp_path), "--problems", "0"])
+    assert "expected 1 or more" in capsys.readouterr().err
 
 
 def test_only_runs_are_measured(tmp_path, capsys):

@@ -1,0 +1,76 @@
+"""Every tensor is where it has to be, tested without a GPU: see other_device.py."""
+import pytest
+import torch
+
+import evaluate
+import train
+from support import hub
+from tests import other_device
+from tests.conftest import make_sentence_encoder
+from tests.test_train import adapter, learned, metrics, quick_world, run  # noqa: F401 (a fixture)
+
+SETTINGS = [
+    "", "--method grpo --kl 0", "--reading equations", "--kl-form k2 --epochs 2", "--recompute",
+    "--learn-lambdas --normalise std", "--micro-batch 3 --negatives batch --bonus scaled",
+    *(f"--method experiments.rewards:{name}" for name in (
+        "rnd", "count", "uniqueness", "novelty", "repository", "elliptical", "shuffled",
+        "random_embeddings", "oracle", "group_oracle", "unlikeliness"))]
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """Training and evaluation choose the device that is not there."""
+    monkeypatch.setattr(hub, "find_device", lambda name: other_device.DEVICE.type)
+    with other_device.other_device():
+        yield
+
+
+def test_the_device_refuses_what_cuda_refuses(device):
+    ours, theirs = torch.ones(2, device="meta"), torch.ones(2)
+    assert ours.device.type == "meta" and (ours + 1).tolist() == [2, 2]
+    assert (ours + torch.tensor(1.0)).tolist() == [2, 2]  # a CPU number is welcome
+    assert (ours.cpu() + theirs).tolist() == [2, 2] == (ours + theirs.to("meta")).tolist()
+    for mix in (lambda: ours + theirs, lambda: torch.cat((ours, theirs)), lambda: theirs.mul_(ours),
+                lambda: torch.where(ours > 0, ours, theirs), lambda: torch.dot(theirs, ours)):
+        with pytest.raises(RuntimeError, match="same device"):
+            mix()
+    with pytest.raises(RuntimeError, match="generator"):
+        torch.rand(2, device="meta", generator=torch.Generator())
+
+
+@pytest.mark.parametrize("flags", SETTINGS)
+def test_training_on_another_device(flags, cache, tmp_path, device):
+    folder = run(tmp_path / "run", cache, "--steps", "2", "--gate", "none", *flags.split())
+    lines = metrics(folder)
+    assert len(lines) == 2 and all(line["skipped"] == 0 for line in lines)
+    assert all(line["mismatch"] < 1e-4 for line in lines) or "epochs" in flags
+    assert all(tensor.isfinite().all() for tensor in adapter(folder).values())
+
+
+def test_the_numbers_are_those_of_the_cpu(cache, tmp_path, monkeypatch):
+    flags = ("--steps", "2", "--gate", "none", "--reading", "equations")
+    expected = metrics(run(tmp_path / "cpu", cache, *flags))
+    monkeypatch.setattr(hub, "find_device", lambda name: other_device.DEVICE.type)
+    with other_device.other_device():
+        found = metrics(run(tmp_path / "other", cache, *flags))
+    for line, other in zip(expected, found):
+        assert other == pytest.approx(line, rel=1e-3, abs=1e-5, nan_ok=True)
+
+
+def test_a_run_of_another_device_goes_on_with_the_same_bits(cache, tmp_path, device):
+    whole = run(tmp_path / "whole", cache, "--steps", "3", "--gate", "none", "--alpha-decay", "0")
+    parts = run(tmp_path / "parts", cache, "--steps", "2", "--gate", "none", "--alpha-decay", "0")
+    train.main(["--run", str(parts), "--resume", "--steps", "3"])
+    tensors, others = learned(whole), learned(parts)
+    assert tensors.keys() == others.keys()
+    assert all(torch.equal(tensors[name], others[name]) for name in tensors)
+    assert metrics(whole) == metrics(parts)
+
+
+def test_evaluation_export_and_sentence_encoder_on_another_device(cache, tmp_path, device):
+    make_sentence_encoder(tmp_path / "encoder")
+    folder = run(tmp_path / "run", cache, "--steps", "1", "--encoder", str(tmp_path / "encoder"))
+    evaluate.main([str(folder), "--eval-problems", "4", "--eval-samples", "2", "--export",
+                   str(tmp_path / "merged")])
+    assert (tmp_path / "merged" / "model.safetensors").exists()
+    evaluate.main([str(folder), "--ask", "use 3,8,5 to make 19:"])
