@@ -25,6 +25,7 @@ from tqdm import tqdm
 
 import data
 import lora
+import reward
 import sample
 from sample import Policy
 from strategy import BaseEncoder, Features
@@ -115,7 +116,8 @@ def measure(problems: list, groups: list[list[str]], clusters: list[list[int]] |
     """Judge each problem's responses -> metrics and intervals; None where a task cannot tell."""
     n, samples = len(problems), len(groups[0])
     pairs = list(zip(problems, groups))
-    correct = [round(sum(map(problem.judge, group))) for problem, group in pairs]
+    judged = reward.correctness(problems, sum(groups, [])).tolist()  # (n, samples)
+    correct = [round(sum(row)) for row in judged]
     shares = {f"pass@{k}": [pass_at_k(samples, c, k) for c in correct] for k in KS if k <= samples}
     shares["distinct"] = [len(set(group)) / samples for group in groups]
     if hasattr(problems[0], "valid"):
@@ -129,8 +131,7 @@ def measure(problems: list, groups: list[list[str]], clusters: list[list[int]] |
         total = counts["strategy_entropy"].sum(0)
         shares_of = (total / total.sum().clamp(min=1)).tolist()
         strategies = {name: share for name, share in zip(names, shares_of) if name}
-        right = [[label if problem.judge(text) else None for text, label in zip(group, row)]
-                 for (problem, group), row in zip(pairs, labels)]
+        right = [[label if c else None for label, c in zip(*rows)] for rows in zip(labels, judged)]
         right_counts = count_labels(right)[1]
         if hasattr(problems[0], "strategies"):
             shares["coverage"] = [len(set(row) - {None}) / max(len(problem.strategies), 1)
@@ -184,6 +185,8 @@ FLAGS = OWN_FLAGS | {"data", "eval_split", "eval_problems", "eval_samples", "eva
 def load_run(policy: Policy, folder: Path) -> tuple[Clustering | None, int]:
     """A run's adapter into its base model -> the run's clustering and step."""
     step = checkpoint.find_step(folder, {"base": checkpoint.fingerprint(policy.model)})
+    if not step:
+        parallel.say(f"warning: no checkpoint of {folder} tells its step and its base model")
     lora.load(policy.model, folder / "adapter")
     return Clustering.load_if_there(folder, policy.model), step
 

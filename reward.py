@@ -52,6 +52,8 @@ def correctness(problems: list, responses: list[str]) -> Tensor:
     """c (B, G) in {0, 1}: every problem judges its own responses."""
     samples = len(responses) // len(problems)
     judged = [problems[n // samples].judge(response) for n, response in enumerate(responses)]
+    if not set(judged) <= {0, 1}:
+        raise ValueError(f"a judge gave {(set(judged) - {0, 1}).pop()!r}, expected 1.0 or 0.0")
     return torch.tensor(judged, dtype=torch.float32).view(len(problems), samples)
 
 

@@ -206,7 +206,14 @@ class Learner(nn.Module):
 
     def make_optimizer(self, rate: float) -> None:
         learning = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        self.optimizer = torch.optim.AdamW(learning, lr=rate, fused=True)
+        self.rate, self.optimizer = rate, torch.optim.AdamW(learning, lr=rate, fused=True)
+
+    def _apply(self, change, *arguments):
+        """After .to(device) the optimizer must have the parameters that are there now."""
+        super()._apply(change, *arguments)
+        if hasattr(self, "optimizer"):
+            self.make_optimizer(self.rate)
+        return self
 
     def get_extra_state(self) -> Tensor:
         return files.pack_optimizer(self.optimizer)

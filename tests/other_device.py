@@ -19,7 +19,7 @@ WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero
          "_unique2", "bincount")
 VIEWS = ("view", "_unsafe_view", "reshape", "t", "transpose", "permute", "expand", "slice",
          "select", "unsqueeze", "squeeze", "alias", "detach", "split", "unbind", "narrow", "chunk",
-         "as_strided", "view_as_complex", "view_as_real", "unfold", "split_with_sizes", "lift_fresh")
+         "as_strided", "view_as_complex", "view_as_real", "split_with_sizes", "lift_fresh")
 
 
 make_tensor, inference_mode = torch.tensor, torch.inference_mode
@@ -42,6 +42,9 @@ class OnDevice(torch.Tensor):
     def tolist(self):
         counts["waits"] += 1
         return self.inner.tolist()
+
+    def new_tensor(self, values, **options):
+        return OnDevice(make_tensor(values, **{"dtype": self.dtype, **options}))
 
     def __getitem__(self, index):
         """A list becomes a tensor of the device, which would pass by the mode."""

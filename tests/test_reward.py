@@ -1,6 +1,7 @@
 """Every equation and every method by hand-computed numbers, the gate, alpha and Eq. 1."""
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -303,3 +304,13 @@ def test_a_reward_of_another_shape_or_without_numbers_is_refused_by_name(bonus):
     correct = torch.tensor([[1.0, 0.0], [1.0, 0.0]])
     with pytest.raises(ValueError, match="--method mine:f gave"):
         reward.augment(correct, bonus, Config(method="mine:f"), 0)
+
+
+@pytest.mark.parametrize("verdict", [0.5, None, float("nan"), "yes", 2])
+def test_a_judge_says_right_or_wrong(verdict):
+    problem = SimpleNamespace(judge=lambda response: verdict)
+    with pytest.raises(ValueError, match=f"a judge gave {verdict!r}, expected 1.0 or 0.0"):
+        reward.correctness([problem], ["a", "b"])
+    for verdict in (True, 1, 1.0):  # noqa: PLW2901
+        problem = SimpleNamespace(judge=lambda response, verdict=verdict: verdict)
+        assert reward.correctness([problem], ["a"]).tolist() == [[1.0]]

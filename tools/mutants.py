@@ -237,7 +237,7 @@ MUTANTS = (
     ("evaluate.py", "manual_seed(seed)", "manual_seed(0)"),
     ("evaluate.py", "config.eval_temperature, policy.eos_ids", "1.0, policy.eos_ids"),
     ("evaluate.py", "max(len(problem.strategies), 1)", "samples"),
-    ("evaluate.py", "label if problem.judge(text) else None", "label"),
+    ("evaluate.py", "label if c else None", "label"),
     ("evaluate.py", "centre(draws - given)", "centre(draws)"),
     ("evaluate.py", "choice / (weights @ some)", "choice / weights.sum(1)"),
     ("evaluate.py", "entropy(counts) + (seen - 1)", "entropy(counts) - (seen - 1)"),
