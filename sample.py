@@ -21,6 +21,8 @@ from model import SharedPrefix, Transformer
 from support import hub
 from support.config import Config
 
+LOOK_EVERY = 16  # tokens; on a GPU a look at what has ended waits for all that was asked of it
+
 
 @dataclass
 class Rollout:
@@ -56,23 +58,15 @@ def sample_token(logits: Tensor, temperature: float, uniform: Tensor) -> tuple[T
     logits (n, V), uniform (n,) in [0, 1) -> tokens (n,) and their log-probabilities (n,).
     """
     if temperature == 0:
-        require_finite(logits.amax(-1))
-        return logits.argmax(-1), logits.new_zeros(len(logits), dtype=torch.float32)
+        return logits.argmax(-1), logits.float().amax(-1) * 0  # nan if the logits are not finite
     probabilities = F.softmax(logits.float() / temperature, dim=-1)
     cumulative = probabilities.to(uniform.dtype).cumsum(-1)
-    require_finite(cumulative[:, -1])
     total = cumulative[:, -1:]
     threshold = uniform[:, None] * total
     # Below the total, so that rounding never chooses a token of probability zero.
     threshold = torch.minimum(threshold, total.nextafter(torch.zeros_like(total)))
-    tokens = torch.searchsorted(cumulative, threshold, right=True)
+    tokens = torch.searchsorted(cumulative, threshold, right=True).clamp(max=logits.shape[1] - 1)
     return tokens[:, 0], probabilities.gather(1, tokens)[:, 0].log()
-
-
-def require_finite(values: Tensor) -> None:
-    if not values.isfinite().all():
-        raise FloatingPointError("the model's logits are not finite: its weights may be damaged, or"
-                                 " the learning rate too high")
 
 
 class Decoder:
@@ -89,7 +83,7 @@ class Decoder:
         self.rows = torch.arange(len(self.logits), device=model.device)  # rows that are decoded
         self.ids = self.rows.new_empty(len(self.rows), 0)
 
-    def step(self, tokens: Tensor, finished: Tensor) -> None:
+    def step(self, tokens: Tensor, finished: Tensor | None) -> None:
         """Append one token per row (n,) and compute the logits (n, V) after it."""
         self.ids = torch.cat((self.ids, tokens[:, None]), dim=1)
         hidden = self.model.hidden(self.ids, self.start, self.prefix)
@@ -109,6 +103,7 @@ def generate(model: Transformer, prompts: list[list[int]], samples: int, max_new
     logprobs = torch.zeros(N, T, device=device)
     lengths = torch.full((N,), T, device=device)
     finished = torch.zeros(N, dtype=torch.bool, device=device)
+    look_every = 1 if device.type == "cpu" else LOOK_EVERY
 
     with torch.inference_mode():
         make_decoder = getattr(model, "decoder", Decoder)  # an accelerated model has its own
@@ -118,13 +113,17 @@ def generate(model: Transformer, prompts: list[list[int]], samples: int, max_new
             tokens, chosen = decoder.sample_token(decoder.logits, temperature, uniform[t, rows])
             ids[rows, t] = tokens
             logprobs[rows, t] = chosen
-            ended = rows[torch.isin(tokens, ends) & ~finished[rows]]
-            lengths[ended] = t + 1
-            finished[ended] = True
-            if t + 1 == T or finished.all():
+            ended = torch.isin(tokens, ends) & ~finished[rows]  # (n,)
+            lengths[rows] = torch.where(ended, t + 1, lengths[rows])
+            finished[rows] |= ended
+            looks = (t + 1) % look_every == 0
+            if t + 1 == T or looks and finished.all():
                 break
-            decoder.step(tokens, finished)
+            decoder.step(tokens, finished if looks else None)
 
+    if not logprobs.isfinite().all():
+        raise FloatingPointError("the model's logits are not finite: its weights may be damaged, or"
+                                 " the learning rate too high")
     rollout = Rollout(ids, lengths, logprobs, finished)
     after_end = ~rollout.mask()
     ids[after_end] = 0

@@ -24,9 +24,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 import lora
+import sample
 from lora import LoRALinear
-from model import Attention, Layer, SharedPrefix, Transformer
-from sample import pad_left, require_finite
+from model import Attention, Layer, RMSNorm, SharedPrefix, Transformer
+from sample import pad_left
 
 LOGITS_AT_ONCE = 2 ** 23  # at most this many logits exist at a time: 32 MB in fp32
 PIECE = 128  # outputs of a product in one piece on a CPU, if a number not far below it divides them
@@ -112,8 +113,7 @@ class FusedLogprobs(torch.autograd.Function):
 def sample_token(logits: Tensor, temperature: float, uniform: Tensor) -> tuple[Tensor, Tensor]:
     """sample.sample_token in two levels: the block of the vocabulary, then the token in it."""
     if temperature == 0:
-        require_finite(logits.amax(-1))
-        return logits.argmax(-1), logits.new_zeros(len(logits), dtype=torch.float32)
+        return sample.sample_token(logits, temperature, uniform)
     logits = logits.float() if temperature == 1 else logits.float() / temperature
     probabilities = F.softmax(logits, dim=-1)
     padding = -logits.shape[1] % BLOCK
@@ -121,11 +121,10 @@ def sample_token(logits: Tensor, temperature: float, uniform: Tensor) -> tuple[T
     blocks = blocks.unflatten(1, (-1, BLOCK))  # (n, V / BLOCK, BLOCK)
     sums = blocks.sum(2).to(uniform.dtype)
     total = sums.sum(1, keepdim=True)
-    require_finite(total)
     block, rest = find_place(sums, uniform[:, None] * total)
     row = torch.arange(len(blocks), device=block.device)
     token, _ = find_place(blocks[row, block[:, 0]].to(uniform.dtype), rest)
-    tokens = block * BLOCK + token
+    tokens = (block * BLOCK + token).clamp(max=logits.shape[1] - 1)
     return tokens[:, 0], probabilities.gather(1, tokens)[:, 0].log()
 
 
@@ -134,7 +133,7 @@ def find_place(weights: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
     ends = weights.cumsum(1)
     last = ends[:, -1:].nextafter(torch.zeros_like(place))  # never a weight of zero
     place = torch.minimum(place.clamp(min=0), last)
-    index = torch.searchsorted(ends, place, right=True)
+    index = torch.searchsorted(ends, place, right=True).clamp(max=weights.shape[1] - 1)
     return index, place - (ends - weights).gather(1, index)
 
 
@@ -191,6 +190,9 @@ class FusedLayer:
 
 def project(x: Tensor, weights: Tensor, biases: Tensor | None = None) -> Tensor:
     """x (n, in) -> (pieces, n, width)."""
+    if x.device.type != "cpu":
+        y = F.linear(x, weights.flatten(0, 1), None if biases is None else biases.flatten())
+        return y.unflatten(1, weights.shape[:2]).transpose(0, 1)
     y = torch.bmm(x.expand(len(weights), -1, -1), weights.transpose(1, 2))
     return y if biases is None else y.add_(biases)
 
@@ -233,9 +235,10 @@ class Decoder:
     def rows(self) -> Tensor:
         return self.rectangle.flatten()
 
-    def step(self, tokens: Tensor, finished: Tensor) -> None:
+    def step(self, tokens: Tensor, finished: Tensor | None) -> None:
         """Append one token per row (n,), let rows that have ended leave, compute the logits."""
-        tokens = self.drop_finished(tokens, finished)  # (n,)
+        if finished is not None:
+            tokens = self.drop_finished(tokens, finished)  # (n,)
         positions = (self.first + self.length).repeat_interleave(self.rectangle.shape[1])  # (n,)
         angles = positions[:, None] * self.frequencies  # (n, d/2)
         rotation = torch.polar(torch.full_like(angles, self.scale), angles)
@@ -306,6 +309,15 @@ class Decoder:
         self.mask = None if self.mask is None else self.mask[groups]
 
 
+class FastRMSNorm(RMSNorm):
+    """One kernel instead of six, where a GPU has it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.device.type == "cpu":
+            return super().forward(x)
+        return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+
+
 class FastTransformer(Transformer):
     decoder = Decoder
 
@@ -313,7 +325,7 @@ class FastTransformer(Transformer):
         return FusedLogprobs.apply(hidden, self.head, targets, temperature)
 
 
-FAST = {LoRALinear: FastLoRALinear, Transformer: FastTransformer}
+FAST = {LoRALinear: FastLoRALinear, RMSNorm: FastRMSNorm, Transformer: FastTransformer}
 
 
 def accelerate(model: nn.Module) -> nn.Module:

@@ -210,9 +210,25 @@ def test_rounding_never_gives_a_token_of_probability_zero(sample_token, dtype):
 
 
 @both_samplers
-def test_logits_that_are_not_finite_are_named(sample_token):
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_logits_that_are_not_finite_give_a_probability_that_is_none(sample_token, temperature, bad):
+    """And a token that exists, so that the wish to look at it can wait."""
+    logits = torch.randn(2, 200, generator=seeded())
+    logits[1] = bad
+    uniform = torch.tensor([0.5, 0.999], dtype=torch.float64)
+    tokens, logprobs = sample_token(logits, temperature, uniform)
+    assert logprobs[0].isfinite() and not logprobs[1].isfinite()
+    assert ((0 <= tokens) & (tokens < 200)).all()
+
+
+@both_kinds
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_finite_are_named(kind, temperature):
+    model = make_model(kind)
+    model.layers[1].mlp.up_proj.weight.data[0, 0] = torch.nan
     with pytest.raises(FloatingPointError, match="not finite"):
-        sample_token(torch.full((2, 5), torch.nan), 1.0, torch.rand(2, dtype=torch.float64))
+        generate(model, [[1, 2]], 2, 4, temperature, (0,), seeded())
 
 
 @both_samplers
