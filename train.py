@@ -279,12 +279,12 @@ def main(argv: list[str] | None = None) -> None:
     config = with_preset(config, given)
     with guard():
         if config.dry_run:
-            print(budget.report(checkpoint.settle(config, given)))
-            return
+            return print(budget.report(checkpoint.settle(config, given)))
         parallel.start(config.device)
         with checkpoint.run_folder(config, given) as config:
             with guard(lambda: checkpoint.how_to_continue(config)):
                 run = Run(config)
+                budget.try_worst_step(run)
                 if run.step == 0:
                     run.evaluate()
                     warm_up(run)

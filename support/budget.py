@@ -17,19 +17,21 @@ from pathlib import Path
 import torch
 
 import data
+import grpo
 import lora
 import reward
 from model import Transformer
+from sample import Rollout
 from support import files, tiny
 from support.config import Config, check_config
 from support.fast import LOGITS_AT_ONCE
 from support.hub import ModelConfig
 
 # Shapes of models that people name before they have them; others are read from their config.json.
-SHAPES = {"tiny": tiny.CONFIG, "Qwen/Qwen2.5-1.5B": {
-    "model_type": "qwen2", "vocab_size": 151936, "hidden_size": 1536, "intermediate_size": 8960,
-    "num_hidden_layers": 28, "num_attention_heads": 12, "num_key_value_heads": 2,
-    "max_position_embeddings": 131072, "tie_word_embeddings": True}}
+QWEN = {"model_type": "qwen2", "vocab_size": 151936, "hidden_size": 1536,
+        "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12,
+        "num_key_value_heads": 2, "max_position_embeddings": 131072, "tie_word_embeddings": True}
+SHAPES = {"tiny": tiny.CONFIG, "Qwen/Qwen2.5-1.5B": QWEN, "Qwen/Qwen2.5-1.5B-Instruct": QWEN}
 PROMPT_TOKENS = {"countdown": 9, "countdown4": 11, "countdown-many": 9}
 QUESTION_TOKENS = 150  # of a word problem's prompt
 # Bytes that autograd keeps per token and layer, for each unit of the hidden size, the queries, the
@@ -92,6 +94,24 @@ def estimate(config: Config, shape: ModelConfig, width: int) -> dict[str, float]
             "sampled tokens in all, at most": rows * new * config.steps}
 
 
+def try_worst_step(run) -> None:
+    """On a GPU, the gradient of the largest micro-batch there can be; run: train.Run.
+
+    If memory is short, this says so in the first minute and not after an hour. Nothing is learned.
+    """
+    config, model = run.config, run.model
+    if model.device.type == "cpu":
+        return
+    prompts = sorted(run.prompts, key=len)[-min(config.micro_batch, config.problems):]
+    zeros = torch.zeros(len(prompts) * config.samples, config.max_new_tokens, device=model.device)
+    lengths = torch.full_like(zeros[:, 0], config.max_new_tokens).long()
+    rollout = Rollout(zeros.long(), lengths, zeros, lengths > 0)
+    advantages = torch.ones(len(prompts), config.samples, device=model.device)
+    grpo.accumulate_gradient(model, prompts, rollout, advantages, config,
+                             zeros if config.kl else None)
+    run.optimizer.zero_grad()
+
+
 def report(config: Config) -> str:
     """The text of --dry-run. What train.py would refuse, it refuses."""
     check_config(config)
@@ -105,7 +125,7 @@ def report(config: Config) -> str:
     if prompt + config.max_new_tokens > shape.context:
         raise ValueError(f"a prompt of about {prompt} tokens and {config.max_new_tokens} new ones "
                          f"exceed the model's context of {shape.context}")
-    gpu = torch.cuda.is_available() or config.preset == "paper"  # the preset is meant for a GPU
+    gpu = torch.cuda.is_available() or config.preset != "none"  # presets are meant for a GPU
     width = 2 if config.dtype == "bfloat16" or (config.dtype == "auto" and gpu) else 4
     lines = [f"{name:50} {value}" for name, value in asdict(config).items()]
     lines += ["", f"expected, with base weights of {width} bytes (nothing was read or written):"]

@@ -7,6 +7,8 @@ import transformers
 from torch.utils._python_dispatch import _disable_current_modes
 
 import evaluate
+import grpo
+import lora
 import sample
 import train
 from support import hub
@@ -94,6 +96,23 @@ def test_the_numbers_are_those_of_the_cpu(reading, cache, tmp_path, request):
     with other_device.other_device():
         (found,) = metrics(run(tmp_path / "other", cache, *flags))
     assert found == pytest.approx(expected, rel=1e-3, abs=1e-5)
+
+
+def test_the_worst_step_comes_first_and_teaches_nothing(cache, tmp_path, device, monkeypatch):
+    calls, original = [], grpo.accumulate_gradient
+
+    def watch(model, prompts, rollout, advantages, *arguments):
+        original(model, prompts, rollout, advantages, *arguments)
+        norms = [adapter.grad.norm().item() for adapter in lora.parameters(model).values()]
+        calls.append((len(prompts), min(map(len, prompts)), rollout.ids.shape,
+                      rollout.lengths.tolist(), advantages.shape, max(norms)))
+        raise torch.OutOfMemoryError
+    monkeypatch.setattr(grpo, "accumulate_gradient", watch)
+    folder = tmp_path / "run"
+    with pytest.raises(SystemExit) as stopped:
+        run(folder, cache, "--micro-batch", "3", "--max-new-tokens", "20", "--steps", "1")
+    assert stopped.value.code == 2 and not folder.exists()
+    assert calls[0][:5] == (3, 9, (12, 20), [20] * 12, (3, 4)) and calls[0][5] > 0
 
 
 def test_a_run_of_another_device_goes_on_with_the_same_bits(cache, tmp_path, device):
