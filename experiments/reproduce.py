@@ -23,7 +23,6 @@ OTHER = "experiments.rewards:"
 SUS = "--bonus scaled --alpha 16"  # also where it has no effect, so that all settings are written
 PASSK = "--bonus added --gate none --alpha 1 --alpha-decay 0"
 FALLING = "--kl 0.1 --kl-decay 0.03"
-PROBLEMS = 400  # per split
 
 
 def grid(weights: tuple[float, ...], more: dict[str, str]) -> dict[str, str]:
@@ -81,13 +80,15 @@ class Part:
     first_seed: int = 0
     first_base: int = 0
     bases: int = 5  # which the seeds take in turn
+    problems: int = 400  # that each run is measured on, per split
 
 
 REPORT = {"splits": temperatures.SPLITS, "first_seed": 20, "first_base": 5}
 PARTS = {"main": Part(MAIN, **REPORT), "many": Part(MANY, "countdown-many", **REPORT),
          "tune": Part(TUNE), "many-tune": Part(MANY_TUNE, "countdown-many"), "sweep": Part(SWEEP),
          "others": Part(OTHERS, **REPORT),
-         "quick": Part(QUICK, splits=temperatures.SPLITS[:2], first_seed=10, bases=1)}
+         "quick": Part(QUICK, splits=temperatures.SPLITS[:2], first_seed=10, bases=1,
+                       problems=100)}
 SHORT = {"part": "quick", "steps": 160, "seeds": 3}  # what --quick changes
 
 
@@ -137,10 +138,10 @@ def next_command(folder: Path, flags: list[str], part: Part) -> list | None:
         resume = ["--resume"] if (folder / "config.json").exists() else []
         return [Path(__file__).parents[1] / "train.py", "--run", folder, *flags, *resume]
     measure = ["-m", "experiments.temperatures", folder, "--splits", *part.splits, "--problems",
-               str(PROBLEMS)]
+               str(part.problems)]
     is_first = folder.name.rpartition("-")[0] == next(iter(part.settings))
     for base in (False, True) if is_first else (False,):
-        if not all(temperatures.find_measured(folder, split, PROBLEMS, base)
+        if not all(temperatures.find_measured(folder, split, part.problems, base)
                    for split in part.splits):
             return [*measure, *(["--base"] if base else [])]
     return None

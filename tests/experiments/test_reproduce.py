@@ -118,9 +118,8 @@ def test_base_models_are_built_with_their_own_seeds(tmp_path, monkeypatch):
 
 def test_a_small_reproduction_goes_on_after_a_failure(cache, tmp_path, monkeypatch, capsys):
     settings = {"grpo": f"grpo {SMALL}", "sus": f"sus {SMALL} --encoder {tmp_path / 'nowhere'}"}
-    part = replace(reproduce.PARTS["quick"], settings=settings)
+    part = replace(reproduce.PARTS["quick"], settings=settings, problems=4)
     monkeypatch.setitem(reproduce.PARTS, "quick", part)
-    monkeypatch.setattr(reproduce, "PROBLEMS", 4)
     command = ["--quick", "--steps", "4", "--seeds", "1", "--folder", str(tmp_path), "--cache",
                str(cache)]
     with pytest.raises(SystemExit) as stopped:
@@ -224,7 +223,7 @@ def test_a_run_is_trained_then_measured_and_the_first_setting_with_its_base_mode
         (folder / "evaluations.jsonl").write_text('{"step": 3}\n')
         command = reproduce.next_command(folder, jobs[folder], part)
         assert command[:5] == ["-m", "experiments.temperatures", folder, "--splits", "validation"]
-        lines = "".join(json.dumps({"split": split, "temperature": t, "asked": reproduce.PROBLEMS,
+        lines = "".join(json.dumps({"split": split, "temperature": t, "asked": part.problems,
                                     "step": 0}) + "\n" for split in part.splits
                         for t in reproduce.temperatures.TEMPERATURES)
         (folder / "temperatures.jsonl").write_text(lines.splitlines()[0] + "\n")
