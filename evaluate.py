@@ -3,7 +3,7 @@
     python evaluate.py runs/NAME            a trained run, with the settings of its config.json
     python evaluate.py MODEL --data NAME    any model folder or hub id, or tiny; no run needed
     python evaluate.py runs/NAME --export FOLDER    also write the merged model
-    python evaluate.py runs/NAME --ask "use 3,8,5 to make 19:"      base and trained model answer
+    python evaluate.py runs/NAME --ask "use 7,3,6 to make 27:"      base and trained model answer
 
 pass@k is the unbiased estimator of Chen et al. (2021): with c of n samples correct, 1 - C(n-c, k) /
 C(n, k). Coverage is the share of a problem's correct strategies that its responses find. Entropies
@@ -205,8 +205,8 @@ def evaluate_path(request: Request, given: set[str]) -> None:
     policy = sample.open_policy(folder, config)
     clustering, step = load_run(policy, path) if run_config else (None, 0)
     accelerate(policy.model)
-    if request.ask:
-        return talk(request.ask, policy, config, clustering, step, evaluate)
+    if "ask" in given:
+        return talk(request.ask, policy, config, clustering, step, evaluate, request.seed)
     if request.export:
         Path(request.export).mkdir(parents=True, exist_ok=True)
     metrics = evaluate(policy, problems, config, clustering, request.seed).metrics

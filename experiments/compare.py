@@ -9,12 +9,14 @@ between temperatures, where it has the most of one measure while the other is at
 the lesser setting can reach. This place is chosen on validation problems too, so that nothing is
 chosen by the numbers that are shown.
 
-A line of such a file has name, seed, split, temperature and measures. Numbers are means ± half of
-their 95 % interval over seeds (Student's t); differences are paired by seed, relative to the second
-setting's mean. p is that of a paired t-test after Holm's correction over the comparisons on test
-problems that were planned as primary: against every GRPO and PRIMARY, in the measures of GOALS.
+A line of such a file has name, seed, base, data, split, problems, temperature and measures. Numbers
+are means ± half of their 95 % interval over seeds (Student's t); differences are paired by seed,
+relative to the second setting's mean. p is that of a paired t-test after Holm's correction over the
+comparisons on test problems that were planned as primary: against every GRPO and PRIMARY, in the
+measures of GOALS.
 """
 import argparse
+import re
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +32,14 @@ GOALS = {"countdown": ("pass@1", "pass@5"), "countdown-many": ("coverage at equa
 # Student's t, 97.5 %, by degrees of freedom; beyond them 1.96 + 2.5 / degrees is close.
 STUDENT = (np.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 Curves = dict[str, dict[int, list[dict]]]  # setting -> seed -> lines by rising temperature
+
+
+def setting_name(folder: Path, task: str) -> str:
+    """Folders that differ only in the number at the end are seeds of one setting.
+
+    train.py names folders METHOD-DATA-SEED, a repeated run METHOD-DATA-SEED-2.
+    """
+    return re.sub(r"(-\d+)+$", "", folder.absolute().name).removesuffix(f"-{task}")
 
 
 def mean_and_half(values: list[float]) -> tuple[float, float]:
@@ -65,8 +75,7 @@ def read_curves(lines: list[dict], split: str) -> Curves:
     for line in sorted(lines, key=lambda line: line["temperature"]):
         if line["split"] == split:
             curves.setdefault(line["name"], {}).setdefault(line["seed"], []).append(line)
-    if len({line["data"] for line in lines}) > 1:
-        raise ValueError("runs on different tasks cannot be compared")
+    here = [line for line in lines if line["split"] == split]
     temperatures = {tuple(line["temperature"] for line in curve)
                     for seeds in curves.values() for curve in seeds.values()}
     for name, seeds in curves.items():
@@ -74,8 +83,14 @@ def read_curves(lines: list[dict], split: str) -> Curves:
             if len({line["temperature"] for line in curve}) < len(curve):
                 raise ValueError(f"two runs of {name} have seed {seed}: a run's --seed tells it "
                                  "from the others of its name")
-    if len(temperatures) > 1:
-        raise ValueError(f"not all runs were measured at the same temperatures on {split} problems")
+    bases = {(line["seed"], line["base"]) for line in here}
+    for what, different in (("tasks", len({line["data"] for line in lines})),
+                            ("temperatures", len(temperatures)),
+                            ("numbers of problems", len({line["problems"] for line in here})),
+                            ("base models for one seed", 1 + len(bases) - len(dict(bases)))):
+        if different > 1:
+            raise ValueError(f"the runs have different {what} on {split} problems, so they cannot "
+                             "be compared")
     return {name: curves[name] for name in dict.fromkeys(line["name"] for line in lines)
             if name in curves}
 
@@ -100,7 +115,7 @@ def choose_temperature(seeds: dict[int, list[dict]], measure: str) -> float:
     return max(curve, key=lambda line: (line[measure], -line["temperature"]))["temperature"]
 
 
-def find_place(curve: list[dict], measure: str, at: str, level: float) -> float:
+def choose_place(curve: list[dict], measure: str, at: str, level: float) -> float:
     """Where along a curve `measure` is highest while `at` is at least this level.
 
     2.25 is a quarter of the way from the third temperature to the fourth.
@@ -114,8 +129,8 @@ def find_place(curve: list[dict], measure: str, at: str, level: float) -> float:
 
 
 def value_at_place(curve: list[dict], measure: str, place: float) -> float:
-    number = min(int(place), len(curve) - 2)
-    a, b = (line[measure] for line in curve[number:number + 2])
+    number = int(place)
+    a, b = (line[measure] for line in (curve[number], curve[min(number + 1, len(curve) - 1)]))
     return a + (place - number) * (b - a)
 
 
@@ -127,6 +142,8 @@ def values_at(seeds: dict[int, list[dict]], measure: str, temperature: float) ->
 def differences(ours: dict[int, float], theirs: dict[int, float]) -> list[float]:
     """Paired by seed, relative to the mean of theirs."""
     pairs = ours.keys() & theirs.keys()
+    if not pairs:
+        return []
     middle = np.mean([theirs[seed] for seed in pairs]) or np.nan
     return [(ours[seed] - theirs[seed]) / middle for seed in sorted(pairs)]
 
@@ -136,13 +153,15 @@ def matched_differences(ours: dict, theirs: dict, chosen: list[dict], measure: s
     """The same at an equal value of `at`; chosen: both settings' curves on validation problems."""
     curves = [mean_curve(seeds, [measure, at]) for seeds in chosen]
     level = MATCH * min(max(line[at] for line in curve) for curve in curves)
-    places = [find_place(curve, measure, at, level) for curve in curves]
+    places = [choose_place(curve, measure, at, level) for curve in curves]
     return differences(*({seed: value_at_place(curve, measure, place)
                           for seed, curve in seeds.items()}
                          for seeds, place in zip((ours, theirs), places)))
 
 
 def percent(values: list[float], sign: str = "") -> str:
+    if not values:
+        return "-"
     mean, half = mean_and_half(values)
     digits = 0 if sign else 1
     return f"{100 * mean:{sign}.{digits}f}" + (

@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 import data
-from experiments.compare import mean_and_half
+from experiments.compare import mean_and_half, setting_name
 from support.checkpoint import CHANGEABLE
 from support.config import Parser, guard
 from support.files import read_json, read_lines
@@ -34,8 +34,9 @@ OVER_STEPS = {
     "intrinsic": ("ss", "sus", "bonus_share"),
     "losses": ("loss", "contrastive_loss", "expectation_loss", "success_loss", "world_loss"),
     "training": ("correct", "entropy", "kl")}
-MAIN = ("sus", "grpo", "passk", "focal", "shuffled")  # first in the legends; with all of them
-ASIDE = ("ss", "surprise", "random", "ss_focal", "group_oracle")  # these are left out
+# First in the legends; with all of them the others of the part main or many are left out.
+MAIN = ("sus", "grpo-kl-0.1", "grpo-kl-0.03", "passk", "focal", "shuffled")
+ASIDE = ("random", "group_oracle", "grpo-kl-0.0")
 # Okabe and Ito's colours, which people with colour blindness can tell apart, and two more.
 PALETTE = "#0072B2 #D55E00 #56B4E9 #CC79A7 #009E73 #E69F00 #F0E442 #000000 #999999 #882255".split()
 Panels = dict[str, list[tuple]]  # of a figure: heading -> points (name, x, y)
@@ -59,8 +60,7 @@ def read_runs(path: str) -> list[Run]:
         metrics = read_lines(folder / "metrics.jsonl")
         evaluations = read_lines(folder / "evaluations.jsonl")
         if "method" in config and evaluations:
-            # train.py names folders METHOD-DATA-SEED, a repeated run METHOD-DATA-SEED-2.
-            name = re.sub(r"(-\d+)+$", "", folder.name).removesuffix(f"-{config.get('data')}")
+            name = setting_name(folder, config.get("data"))
             runs.append(Run(name, config.get("seed", 0), config, metrics, evaluations, folder))
     if not runs:
         raise ValueError(f"no run in {path}: expected a run, or a folder that holds runs")
@@ -88,7 +88,7 @@ def find_runs(paths: list[str]) -> list[Run]:
     for run in runs:
         if run not in longest.values():
             print(f"left out, since there is a longer run like it: {run.folder}")
-    order = [*MAIN, *sorted({run.name for run in runs}.difference(MAIN))]
+    order = ["sus", "grpo", *MAIN, *sorted({run.name for run in runs})]
     return sorted(longest.values(), key=lambda run: (order.index(run.name), run.seed))
 
 
@@ -201,7 +201,7 @@ def draw_figure(panels: Panels, file: Path, perfect: dict[str, float]) -> None:
                 axis.scatter([x for x, _ in own], [y for _, y in own], s=5, label=name)
             elif is_curve:
                 axis.plot([x for x, _ in own], [y for _, y in own], marker="o", label=name)
-                axis.set_xlabel(heading.partition(" by ")[2] + ", temperature rising from the top")
+                axis.set_xlabel(f"{heading.partition(' by ')[2]}; a point is a temperature")
             else:
                 draw_line(axis, name, own)
         for name, level in perfect.items() if heading.startswith("strategy_entropy") else ():

@@ -1,7 +1,7 @@
 """The tables and figures of RESULTS.md: settings x base models, a process of train.py each.
 
     python -m experiments.reproduce --part main     one part; --help lists them
-    python -m experiments.reproduce --quick         the first 160 steps of three methods
+    python -m experiments.reproduce --quick         three methods, 160 steps
 
 Settings are chosen (tune, many-tune, sweep) on validation problems with base models and seeds from
 0 on, and reported (main, many, others) on test problems with base models from 5 and seeds from 20.
@@ -53,8 +53,7 @@ MANY = {"sus": f"sus {SUS} --kl 0.0", "grpo-kl-0.0": f"grpo {SUS} --kl 0.0",
         "passk": f"{OTHER}passk {PASSK} --kl 0.0", "shuffled": f"{OTHER}shuffled {SUS} --kl 0.0",
         "random": f"{OTHER}random_embeddings {SUS} --kl 0.0",
         "group_oracle": f"{OTHER}group_oracle {SUS} --kl 0.0"}
-QUICK = {name: setting.split(" --kl")[0] + " --kl 0.05" for name, setting in (
-    ("sus", MAIN["sus"]), ("grpo", MAIN["grpo-kl-0.1"]), ("shuffled", MAIN["shuffled"]))}
+QUICK = {"sus": MAIN["sus"], "grpo": f"grpo {BEST}", "shuffled": MAIN["shuffled"]}
 SWEEP = {"sus": MAIN["sus"]} | {name: f"{MAIN['sus']} --{name.replace('_', '-')}" for name in (
     "alpha=4", "alpha=32", "lambda_ss=0.5", "lambda_ss=2", "lambda_sus=0.25", "lambda_sus=1",
     "kl=0.03", "kl=0.1")}
@@ -96,7 +95,7 @@ SHORT = {"part": "quick", "steps": 160, "seeds": 3}  # what --quick changes
 class Request:
     part: str = flag("main", "which settings", choices=tuple(PARTS))
     quick: bool = flag(False, "SuS, GRPO and shuffled bonuses: 160 steps, 3 seeds, 1 base model")
-    seeds: int = flag(5, "how many seeds, each with a base model of its own", low=1)
+    seeds: int = flag(5, "how many seeds; five have a base model of their own", low=1)
     steps: int = flag(400, "policy updates per run", low=1)
     folder: str = flag("runs/reproduce", "where the runs, tables and figures go")
     cache: str = flag("cache", "folder of the first base model; the next are CACHE-1, CACHE-2, ...")
@@ -200,7 +199,7 @@ def main(argv: list[str] | None = None) -> None:
             tiny.find_tiny(part.task, find_cache(request, base), seed=base)
         jobs = plan(request, output)
         run_all(jobs, part, request.workers)
-        lines = [line for folder in jobs for line in temperatures.read_measures(folder)]
+        lines = temperatures.read_measures(list(jobs), part.splits)
         files.write_lines(output / "measures.jsonl", lines)
         table = f"{request.steps} steps, {compare.make_tables(lines)}"
         files.write_text(output / "tables.md", table)

@@ -7,7 +7,6 @@ Runs whose folders differ only in the number at the end are seeds of one setting
 those of experiments.compare. --base measures the runs' base models instead, into base.jsonl.
 """
 import argparse
-import re
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -62,16 +61,23 @@ def measure_run(folder: Path, split: str, count: int, base: bool = False) -> Non
     files.write_lines(file, others + lines)
 
 
-def read_measures(folder: Path) -> list[dict]:
-    """What was measured of a run and of its base model, in short lines with name and seed."""
-    config = checkpoint.read_config(folder)
-    about = {"seed": config.seed, "base": Path(config.cache).name, "data": config.data}
-    name = re.sub(r"(-\d+)+$", "", folder.absolute().name)
-    return [{"name": label, **about,
-             **{key: line[key] for key in ("split", "temperature", "problems", "samples")},
-             **{key: round(line[key], 5) for key in KEPT if line.get(key) is not None}}
-            for file, label in (("temperatures", name), ("base", "base model"))
-            for line in files.read_lines(folder / f"{file}.jsonl", key="split")]
+def read_measures(folders: list[Path], splits: tuple[str, ...] = SPLITS) -> list[dict]:
+    """What was measured of runs and of their base models, in short lines with name and seed."""
+    found = {}
+    for folder in folders:
+        config, step = checkpoint.read_config(folder), checkpoint.find_step(folder, {})
+        about = {"seed": config.seed, "base": Path(config.cache).name, "data": config.data}
+        names = {"temperatures": compare.setting_name(folder, config.data), "base": "base model"}
+        for file, name in names.items():
+            for line in files.read_lines(folder / f"{file}.jsonl", key="split"):
+                if line["split"] in splits and line["step"] == step:
+                    short = {key: line[key] for key in ("split", "temperature", "problems",
+                                                        "samples")}
+                    measures = {key: round(line[key], 5) for key in KEPT if line[key] is not None}
+                    # Each base model counts once, beside whichever runs it was measured.
+                    key = (name, *short.values(), *about.values(), file == "base" or folder)
+                    found[key] = {"name": name, **about, **short, **measures}
+    return list(found.values())
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -87,8 +93,7 @@ def main(argv: list[str] | None = None) -> None:
         for folder in arguments.runs:
             for split in arguments.splits:
                 measure_run(folder, split, arguments.problems, arguments.base)
-        lines = [line for folder in arguments.runs for line in read_measures(folder)]
-        print(compare.make_tables(lines))
+        print(compare.make_tables(read_measures(arguments.runs, tuple(arguments.splits))))
 
 
 if __name__ == "__main__":

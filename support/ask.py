@@ -2,7 +2,7 @@
 import re
 import textwrap
 from collections import Counter
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from fractions import Fraction
 from itertools import zip_longest
 from pathlib import Path
@@ -16,7 +16,8 @@ from support.config import Config
 KEEP_ASKING = "-"  # --ask without a text
 WIDTH = 80  # of a terminal
 MOST = 6  # different responses of each model
-COUNTDOWN = re.compile("use ([0-9]{1,4}(?:,[0-9]{1,4}){1,5}) to make ([0-9]{1,5}):?")
+COUNTDOWN = re.compile("use ([0-9]{1,4}(?:, ?[0-9]{1,4}){1,3}) to make ([0-9]{1,5}) ?:?", re.I)
+EXAMPLE = "use 3,8,5 to make 19:"
 
 
 def find_problem(task: str, text: str) -> tuple:
@@ -25,12 +26,14 @@ def find_problem(task: str, text: str) -> tuple:
     if task in data.COUNTDOWN:
         found = COUNTDOWN.fullmatch(text)
         if not found:
-            raise ValueError(f'{text!r} is no such problem: expected "use 3,8,5 to make 19:"')
+            raise ValueError(f"{text!r} is no such problem: expected up to four numbers, such as "
+                             f'"{EXAMPLE}"')
         return data.Countdown(tuple(map(int, found[1].split(","))), int(found[2])), True
-    for split in ("test", "train"):
-        for problem in data.load(task, split):
-            if text in (problem.prompt, getattr(problem, "question", None)):
-                return problem, True
+    for split in ("test", "train", "validation"):
+        with suppress(ValueError):  # a task may lack a split
+            for problem in data.load(task, split):
+                if text in (problem.prompt, getattr(problem, "question", None)):
+                    return problem, True
     if task == "gsm8k" or Path(task).exists():
         return data.Question(text, Fraction(0)), False
     return SimpleNamespace(prompt=text, judge=lambda response: 0.0), False
@@ -38,23 +41,26 @@ def find_problem(task: str, text: str) -> tuple:
 
 def make_column(title: str, responses: list[dict], known: bool, clusters: bool,
                 width: int) -> list[str]:
-    """The commonest responses: how often, right or wrong, which strategy, what."""
+    """The commonest responses, right ones first: how often, right or wrong, which strategy."""
     right = sum(each["correct"] for each in responses)
     lines = [f"{title}: {right:.0f} of {len(responses)} right" if known else title, ""]
     counts = Counter(each["text"] for each in responses)
-    first = {each["text"]: each for each in reversed(responses)}
-    for text, count in counts.most_common(MOST):
-        each = first[text]
-        words = [f"{count:2}x"] + ([("wrong", "right")[each["correct"] > 0]] if known else [])
+    different = list({each["text"]: each for each in reversed(responses)}.values())
+    different.sort(key=lambda each: (known and -each["correct"], -counts[each["text"]]))
+    for each in different[:MOST]:
+        words = f"{counts[each['text']]:2}x "
+        if known:
+            is_illegal = "strategy" in each and each["strategy"] is None
+            words += f"{'right' if each['correct'] else 'illegal' if is_illegal else 'wrong':7} "
         if "strategy" in each:
-            words.append(f"{each['strategy'] or 'illegal':2}")
+            words += f"{each['strategy'] or '':2} "
         elif clusters:
-            words.append(f"cluster {each['cluster']}:")
-        shown = "".join(letter if letter.isprintable() else " " for letter in text)
-        lines += textwrap.wrap(f"{' '.join(words)}  {shown.strip()}", width,
-                               subsequent_indent="    ", drop_whitespace=False)
-    if len(counts) > MOST:
-        lines.append(f"    and {len(counts) - MOST} others")
+            words += f"cluster {each['cluster']}: "
+        shown = "".join(letter if letter.isprintable() else " " for letter in each["text"])
+        lines += textwrap.wrap(f"{words} {shown.strip()}", width, subsequent_indent="    ",
+                               drop_whitespace=False)
+    if len(different) > MOST:
+        lines.append(f"    and {len(different) - MOST} others")
     return lines
 
 
@@ -68,18 +74,19 @@ def make_page(text: str, answers: dict[str, list[dict]], known: bool, clusters: 
     return "\n".join([*textwrap.wrap(text, WIDTH), "", *rows])
 
 
-def answer(problem, policy, config: Config, clustering, step: int,
-           evaluate) -> dict[str, list[dict]]:
+def answer(problem, policy, config: Config, clustering, step: int, evaluate,
+           seed: int) -> dict[str, list[dict]]:
     """Responses to one problem: of a run's base model and of the trained one, or of a model."""
     found = {}
     for title in ("base model", f"after {step} steps") if step else ("the model",):
         is_base = step and title == "base model"
         with lora.disabled(policy.model) if is_base else nullcontext():
-            found[title] = evaluate(policy, [problem], config, clustering).records[0]["responses"]
+            evaluation = evaluate(policy, [problem], config, clustering, seed)
+            found[title] = evaluation.records[0]["responses"]
     return found
 
 
-def talk(text: str, policy, config: Config, clustering, step: int, evaluate) -> None:
+def talk(text: str, policy, config: Config, clustering, step: int, evaluate, seed: int) -> None:
     """Print the answers to a text; without one, ask for texts until an empty line."""
     if parallel.active:
         raise ValueError("--ask talks to one process: start it with python, not with torchrun")
@@ -87,14 +94,17 @@ def talk(text: str, policy, config: Config, clustering, step: int, evaluate) -> 
     while True:
         if keep_asking:
             try:
-                text = input("\nyour problem, or nothing to stop: ")
+                example = f" such as {EXAMPLE}" if config.data in data.COUNTDOWN else ""
+                text = input(f"\nyour problem{example} (nothing to stop)\n> ")
             except EOFError:
                 text = ""
             if not text.strip():
                 return
         try:
             problem, known = find_problem(config.data, text)
-            answers = answer(problem, policy, config, clustering, step, evaluate)
+            answers = answer(problem, policy, config, clustering, step, evaluate, seed)
+            if not getattr(problem, "strategies", True):
+                text = f"{text.strip()} (it has no solution)"
             print("\n" + make_page(text.strip(), answers, known, clustering is not None))
         except ValueError as error:
             if not keep_asking:

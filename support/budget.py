@@ -11,6 +11,7 @@ N = problems * samples; a prompt counts once per group. With --recompute only th
 layers stay, and the activations of one layer. A step takes about arithmetic / (operations per
 second) + traffic / (bytes per second).
 """
+import math
 from dataclasses import asdict
 from pathlib import Path
 
@@ -22,7 +23,7 @@ import lora
 import reward
 from model import Transformer
 from sample import Rollout
-from support import files, tiny
+from support import files, parallel, tiny
 from support.config import Config, check_config
 from support.fast import LOGITS_AT_ONCE
 from support.hub import ModelConfig
@@ -102,7 +103,8 @@ def try_worst_step(run) -> None:
     config, model = run.config, run.model
     if model.device.type == "cpu":
         return
-    prompts = sorted(run.prompts, key=len)[-min(config.micro_batch, config.problems):]
+    problems = math.ceil(config.problems / parallel.world())  # the most that a process has
+    prompts = sorted(run.prompts, key=len)[-min(config.micro_batch, problems):]
     zeros = torch.zeros(len(prompts) * config.samples, config.max_new_tokens, device=model.device)
     lengths = torch.full_like(zeros[:, 0], config.max_new_tokens).long()
     rollout = Rollout(zeros.long(), lengths, zeros, lengths > 0)

@@ -209,9 +209,9 @@ class Learner(nn.Module):
         self.rate, self.optimizer = rate, torch.optim.AdamW(learning, lr=rate, fused=True)
 
     def _apply(self, change, *arguments):
-        """After .to(device) the optimizer must have the parameters that are there now."""
+        """After .to(device) a fresh optimizer must have the parameters that are there now."""
         super()._apply(change, *arguments)
-        if hasattr(self, "optimizer"):
+        if hasattr(self, "optimizer") and not self.optimizer.state:
             self.make_optimizer(self.rate)
         return self
 

@@ -203,6 +203,8 @@ def is_result(file: Path) -> bool:
 
 def check_targets(request, is_run: bool) -> None:
     """Bad places should fail before the evaluation, not after it."""
+    if request.ask and (request.output or request.export):
+        raise ValueError("--ask only answers: leave out --output and --export")
     output, target = Path(request.output), Path(request.export)
     if request.output and (output.is_dir() or not output.absolute().parent.is_dir()):
         raise ValueError(f"--output {output}: expected a file in a folder that exists")

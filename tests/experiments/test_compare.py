@@ -2,15 +2,18 @@
 import json
 import math
 import random
+from pathlib import Path
 
 import pytest
 
 from experiments import compare
+from support.files import read_lines
 
 
 def lines(name, seed, *points, split="test", task="countdown"):
     """(temperature, pass@1, coverage) -> lines; pass@5 and pass@16 are made of them."""
     return [{"name": name, "seed": seed, "split": split, "temperature": t, "data": task,
+             "base": f"cache-{seed}", "problems": 400,
              "pass@1": p, "pass@5": p + 0.1, "pass@16": c, "coverage": c} for t, p, c in points]
 
 
@@ -66,7 +69,7 @@ def test_each_measure_has_its_own_best_temperature():
 @pytest.mark.parametrize("accuracy, place, coverage", [
     (0.9, 0, 0.4), (0.85, 0.5, 0.45), (0.7, 1.5, 0.6), (0.6, 2, 0.7), (0.2, 2, 0.7)])
 def test_places_are_interpolated_along_the_temperature(accuracy, place, coverage):
-    found = compare.find_place(CURVE, "coverage", "pass@1", accuracy)
+    found = compare.choose_place(CURVE, "coverage", "pass@1", accuracy)
     assert found == pytest.approx(place)
     assert compare.value_at_place(CURVE, "coverage", found) == pytest.approx(coverage)
 
@@ -74,8 +77,8 @@ def test_places_are_interpolated_along_the_temperature(accuracy, place, coverage
 def test_a_curve_that_turns_back_gives_its_best_place():
     """pass@16 rises and falls with the temperature: of two places at a level the better counts."""
     curve = lines("sus", 1, (0.3, 0.5, 0.6), (0.6, 0.4, 0.8), (1.0, 0.2, 0.6))
-    assert compare.find_place(curve, "pass@1", "pass@16", 0.7) == pytest.approx(0.5)
-    assert compare.find_place(curve, "pass@1", "pass@16", 0.8) == pytest.approx(1.0)
+    assert compare.choose_place(curve, "pass@1", "pass@16", 0.7) == pytest.approx(0.5)
+    assert compare.choose_place(curve, "pass@1", "pass@16", 0.8) == pytest.approx(1.0)
     assert compare.value_at_place(curve, "pass@1", 0.5) == pytest.approx(0.45)
 
 
@@ -121,8 +124,10 @@ def test_noise_alone_gives_no_difference():
 
 @pytest.mark.parametrize("change, message", [
     (lambda found: found + found[:1], "two runs of sus have seed 1"),
-    (lambda found: found[1:], "not all runs were measured at the same temperatures"),
+    (lambda found: found[1:], "different temperatures"),
     (lambda found: [found[0] | {"data": "other"}] + found[1:], "different tasks"),
+    (lambda found: [found[0] | {"problems": 7}] + found[1:], "different numbers of problems"),
+    (lambda found: [found[0] | {"base": "x"}] + found[1:], "different base models for one seed"),
     (lambda found: [{"name": "x"}], "damaged"), (lambda found: [], "nothing to compare"),
     (lambda found: [line | {"pass@1": None} for line in found], "damaged"),
     (lambda found: [line | {"temperature": "hot"} for line in found[:1]] + found[1:], "damaged")])
@@ -185,6 +190,25 @@ def test_tuning_has_validation_alone_and_one_seed_no_interval():
     assert text.startswith("validation problems, seeds: 1;")
     assert cells(text, "sus")[0] == "60.0 (T 0.3)"
     assert ", p " not in text
+
+
+def test_settings_without_a_common_seed_have_no_difference():
+    found = [line for line in world() if (line["name"] == "sus") == (line["seed"] == 1)]
+    row = cells(compare.make_tables(found)[500:], "passk")
+    assert set(row) == {"-"}
+
+
+def test_results_in_the_repository_can_be_compared():
+    found = sorted((Path(__file__).parents[2] / "results").glob("*.jsonl"))
+    assert found
+    for file in found:
+        assert "| sus" in compare.make_tables(read_lines(file, key="split"))
+
+
+def test_a_folder_is_named_as_its_setting():
+    for folder, name in (("sus-countdown-1", "sus"), ("sus-countdown-1-2", "sus"),
+                         ("grpo-kl-0.1-20", "grpo-kl-0.1"), ("mine", "mine")):
+        assert compare.setting_name(Path("runs", folder), "countdown") == name
 
 
 def test_a_single_setting_has_no_comparison():

@@ -1,4 +1,6 @@
 """Curves over the temperature: measured once, compared by hand-computed numbers."""
+import shutil
+
 import pytest
 
 import data
@@ -23,7 +25,7 @@ def test_a_run_is_measured_once_at_every_temperature(cache, tmp_path, capsys, mo
     assert all(line["problems"] == 4 and line["samples"] == 16 for line in lines)
     assert lines[0]["distinct"] < lines[-1]["distinct"]  # sharper
     assert all(line["cluster_entropy"] > 0 for line in lines)  # with the run's own clusters
-    short = temperatures.read_measures(folder)
+    short = temperatures.read_measures([folder])
     assert [line["pass@1"] for line in short] == pytest.approx(
         [line["pass@1"] for line in lines], abs=1e-5)
     assert {(line["name"], line["seed"], line["base"], line["data"]) for line in short} == {
@@ -36,7 +38,7 @@ def test_a_run_is_measured_once_at_every_temperature(cache, tmp_path, capsys, mo
     lines = files.read_lines(folder / "temperatures.jsonl", key="split")
     assert [line["problems"] for line in lines] == [3] * 5  # in place of the others
     temperatures.measure_run(folder, "test", 3)
-    assert len(temperatures.read_measures(folder)) == 10
+    assert len(temperatures.read_measures([folder])) == 10
 
 
 def test_a_run_that_went_on_or_a_half_written_file_is_measured_again(cache, tmp_path, capsys):
@@ -71,7 +73,12 @@ def test_base_models_are_measured_beside_their_runs(cache, policy, tmp_path, cap
         assert base[3][name] == alone[name]
     assert trained[0]["distinct"] != base[0]["distinct"]
     assert base[3]["cluster_entropy"] != alone["cluster_entropy"]  # the run's clusters, not its own
-    assert {line["name"] for line in temperatures.read_measures(folder)} == {"mine", "base model"}
+    assert {line["name"] for line in temperatures.read_measures([folder])} == {"mine", "base model"}
+    other = shutil.copytree(folder, tmp_path / "other-7")  # on the same base model
+    lines = temperatures.read_measures([folder, other])
+    assert [line["name"] for line in lines].count("base model") == 5
+    assert len(lines) == 15
+    assert temperatures.read_measures([folder], ("test",)) == []
 
 
 def test_a_number_of_problems_must_be_positive(tmp_path, capsys):

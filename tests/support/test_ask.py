@@ -1,5 +1,6 @@
 """--ask: what the terminal shows, and what is said of a text that is no problem."""
 import builtins
+import re
 from fractions import Fraction
 
 import pytest
@@ -16,18 +17,19 @@ def responses(*texts, **more):
 
 
 def test_a_countdown_problem_is_read_and_judged():
-    for text in ("use 3,8,5 to make 19:", "  use 3,8,5 to make 19"):
+    for text in ("use 3,8,5 to make 19:", "  use 3,8,5 to make 19", "Use 3, 8, 5 to make 19 :"):
         assert ask.find_problem("countdown", text) == (Countdown((3, 8, 5), 19), True)
-    for text in ("", "use 3 to make 3:", "3,8 19", "use 3,8 to make -1:", "use 99999,1 to make 2"):
-        with pytest.raises(ValueError, match="expected .use 3,8,5 to make 19:"):
+    for text in ("", "use 3 to make 3:", "3,8 19", "use 3,8 to make -1:", "use 99999,1 to make 2",
+                 "use 1,2,3,4,5 to make 9"):
+        with pytest.raises(ValueError, match="expected .*use 3,8,5 to make 19:"):
             ask.find_problem("countdown", text)
 
 
 def test_a_question_of_the_file_is_judged_and_a_new_one_is_not(tmp_path):
-    for split in ("train", "test"):
+    for split in ("train", "validation"):
         (tmp_path / f"{split}.jsonl").write_text(f'{{"question": "{split}?", "answer": 7}}\n')
-    assert ask.find_problem(str(tmp_path), "test?") == (Question("test?", Fraction(7)), True)
-    assert ask.find_problem(str(tmp_path), " train? ")[1]
+    assert ask.find_problem(str(tmp_path), "train?") == (Question("train?", Fraction(7)), True)
+    assert ask.find_problem(str(tmp_path), " validation? ")[1]
     problem, known = ask.find_problem(str(tmp_path), "What is 1 + 1?")
     assert not known and "What is 1 + 1?" in problem.prompt
 
@@ -48,8 +50,13 @@ def test_columns_count_and_judge():
     assert head == "why?"
     assert titles.split("  ")[0] == "base model: 1 of 3 right"
     assert titles.endswith("after 9 steps: 3 of 3 right")
-    assert first.split() == ["2x", "wrong", "+*", "wrong", "3x", "right", "++", "right"]
-    assert second.split() == ["1x", "right", "+*", "right"]
+    assert first.split() == ["1x", "right", "+*", "right", "3x", "right", "++", "right"]
+    assert second.split() == ["2x", "wrong", "+*", "wrong"]  # right ones first
+
+
+def test_an_illegal_response_is_called_so():
+    page = ask.make_page("q", {"m": responses("wrong", strategy=None)}, True, True)
+    assert page.splitlines()[-1].split() == ["1x", "illegal", "wrong"]
 
 
 def test_long_answers_are_wrapped_into_80_columns_and_cannot_steer_the_terminal():
@@ -69,7 +76,7 @@ def test_without_a_known_answer_there_is_no_verdict():
 
 def test_only_the_commonest_are_shown():
     page = ask.make_page("q", {"m": responses(*map(str, range(20)), "3")}, True, False)
-    assert "and 14 others" in page and " 2x wrong  3" in page
+    assert "and 14 others" in page and " 2x wrong    3" in page
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +90,7 @@ def test_base_and_trained_model_answer(folder, capsys):
     page = capsys.readouterr().out
     assert "use 3,8,5 to make 19:" in page
     assert "base model: " in page and "after 2 steps: " in page
-    rows = [line for line in page.splitlines() if "x wrong" in line or "x right" in line]
+    rows = [line for line in page.splitlines() if re.search("[0-9]x (right|wrong|illegal)", line)]
     assert rows and any(line[:38] != line[40:78] for line in rows)  # training changed something
     evaluate.main([str(folder), "--ask", "use 3,8,5 to make 19:"])
     assert capsys.readouterr().out == page
@@ -115,4 +122,19 @@ def test_mistakes_are_one_line(folder, capsys, monkeypatch):
     assert stopped.value.code == 2 and "expected" in capsys.readouterr().err
     monkeypatch.setattr(parallel, "active", True)
     with pytest.raises(ValueError, match="torchrun"):
-        ask.talk("q", None, None, None, 0, None)
+        ask.talk("q", None, None, None, 0, None, 0)
+    monkeypatch.setattr(parallel, "active", False)
+    with pytest.raises(SystemExit):
+        evaluate.main([str(folder), "--ask", "use 1,2 to make 3", "--export", "somewhere"])
+    assert "leave out --output and --export" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        evaluate.main([str(folder), "--ask", ""])
+    assert "expected" in capsys.readouterr().err
+
+
+def test_another_seed_gives_other_answers_and_a_problem_without_solution_is_told(folder, capsys):
+    pages = []
+    for seed in ("0", "1"):
+        evaluate.main([str(folder), "--ask", "use 1,1 to make 99", "--seed", seed])
+        pages.append(capsys.readouterr().out)
+    assert pages[0] != pages[1] and "(it has no solution)" in pages[0]
