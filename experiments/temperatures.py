@@ -70,7 +70,7 @@ def read_measures(folders: list[Path], splits: tuple[str, ...] = SPLITS) -> list
         names = {"temperatures": compare.setting_name(folder, config.data), "base": "base model"}
         for file, name in names.items():
             for line in files.read_lines(folder / f"{file}.jsonl", key="split"):
-                if line["split"] in splits and line["step"] == step:
+                if line["split"] in splits and line.get("step") == step:
                     short = {key: line[key] for key in ("split", "temperature", "problems",
                                                         "samples")}
                     measures = {key: round(line[key], 5) for key in KEPT if line[key] is not None}
