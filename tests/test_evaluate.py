@@ -459,7 +459,7 @@ def test_help_names_every_flag_of_an_evaluation_and_no_other(capsys):
     flags = {word for word in words if word.startswith("--")}
     expected = {"eval-split", "eval-problems", "eval-samples", "data", "eval-temperature",
                 "max-new-tokens", "prompt", "system", "instruction", "seed", "device", "dtype",
-                "cache", "output", "export", "help"}
+                "cache", "output", "export", "ask", "help"}
     assert flags == {f"--{name}" for name in expected}
 
 
