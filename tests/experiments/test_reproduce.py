@@ -161,8 +161,9 @@ def test_a_stopped_reproduction_saves_its_runs(cache, tmp_path, number):
               "part = reproduce.PARTS['quick']\n"
               f"reproduce.PARTS['quick'] = replace(part, settings={{'sus': 'sus {SMALL}'}})\n"
               f"reproduce.main({arguments})")
-    process = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stderr=subprocess.PIPE,
-                               text=True)
+    process = subprocess.Popen(  # a background job may have been told to ignore SIGINT
+        [sys.executable, "-c", script], cwd=ROOT, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     metrics = tmp_path / "quick" / "sus-10" / "metrics.jsonl"
     deadline = time.time() + 300
     while not metrics.exists() and process.poll() is None and time.time() < deadline:
