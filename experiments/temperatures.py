@@ -27,9 +27,15 @@ SPLITS = ("validation", "test", "test-drawn")
 KEPT = (*compare.MEASURES, "strategy_choice", "strategy_entropy", "cluster_entropy", "distinct")
 
 
+def read_file(folder: Path, base: bool) -> tuple[Path, list[dict]]:
+    """Where a run's measures are, or those of its base model, and all of its lines."""
+    file = folder / ("base.jsonl" if base else "temperatures.jsonl")
+    return file, files.read_lines(file, key="split")
+
+
 def find_measured(folder: Path, split: str, count: int, base: bool = False) -> list[dict]:
     """The lines of a run on so many problems of a split, if it was measured as it is now."""
-    lines = files.read_lines(folder / ("base.jsonl" if base else "temperatures.jsonl"), key="split")
+    _, lines = read_file(folder, base)
     step = checkpoint.find_step(folder, {})
     found = [line for line in lines
              if (line["split"], line.get("asked"), line.get("step")) == (split, count, step)]
@@ -56,9 +62,8 @@ def measure_run(folder: Path, split: str, count: int, base: bool = False) -> Non
             found = evaluate.evaluate(policy, problems,
                                       replace(config, eval_temperature=temperature), clustering)
         lines.append({"step": step, "asked": count, **found.metrics})
-    file = folder / ("base.jsonl" if base else "temperatures.jsonl")
-    others = [line for line in files.read_lines(file, key="split") if line["split"] != split]
-    files.write_lines(file, others + lines)
+    file, known = read_file(folder, base)
+    files.write_lines(file, [line for line in known if line["split"] != split] + lines)
 
 
 def read_measures(folders: list[Path], splits: tuple[str, ...] = SPLITS) -> list[dict]:
@@ -67,15 +72,15 @@ def read_measures(folders: list[Path], splits: tuple[str, ...] = SPLITS) -> list
     for folder in folders:
         config, step = checkpoint.read_config(folder), checkpoint.find_step(folder, {})
         about = {"seed": config.seed, "base": Path(config.cache).name, "data": config.data}
-        names = {"temperatures": compare.setting_name(folder, config.data), "base": "base model"}
-        for file, name in names.items():
-            for line in files.read_lines(folder / f"{file}.jsonl", key="split"):
+        names = {False: compare.setting_name(folder, config.data), True: "base model"}
+        for base, name in names.items():
+            for line in read_file(folder, base)[1]:
                 if line["split"] in splits and line.get("step") == step:
                     short = {key: line[key] for key in ("split", "temperature", "problems",
                                                         "samples")}
                     measures = {key: round(line[key], 5) for key in KEPT if line[key] is not None}
                     # Each base model counts once, beside whichever runs it was measured.
-                    key = (name, *short.values(), *about.values(), file == "base" or folder)
+                    key = (name, *short.values(), *about.values(), base or folder)
                     found[key] = {"name": name, **about, **short, **measures}
     return list(found.values())
 

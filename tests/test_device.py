@@ -16,7 +16,7 @@ from support.config import Config
 from support.fast import accelerate
 from tests import other_device
 from tests.conftest import adapted, make_sentence_encoder
-from tests.test_train import SMALL, adapter, learned, metrics, quick_world, run  # noqa: F401 (a fixture)
+from tests.test_train import SMALL, adapter, learned, metrics, quick_world, run  # noqa: F401
 
 SETTINGS = [
     "", "--method grpo --kl 0", "--reading equations --recompute", "--kl-form k2 --epochs 2",
