@@ -42,28 +42,28 @@ def find_measured(folder: Path, split: str, count: int, base: bool = False) -> l
     return found if [line["temperature"] for line in found] == list(TEMPERATURES) else []
 
 
-def measure_run(folder: Path, split: str, count: int, base: bool = False) -> None:
-    """Write a run's lines on so many problems of a split, unless they are there."""
+def measure_run(folder: Path, splits: list[str], count: int, base: bool = False) -> None:
+    """Write a run's lines on so many problems of each split, unless they are there."""
     config = checkpoint.read_config(folder)
     if config is None:
         raise ValueError(f"{folder} is not a run of train.py")
-    if find_measured(folder, split, count, base):
+    missing = [split for split in splits if not find_measured(folder, split, count, base)]
+    if not missing:
         return
-    config = replace(config, eval_split=split, eval_problems=count, eval_samples=16)
     policy = sample.open_policy(tiny.find_base(config, may_build=False), config)
     clustering, step = evaluate.load_run(policy, folder)
     if step < config.steps:
         print(f"note: {folder} has {step} of its {config.steps} steps")
     accelerate(policy.model)
-    problems = data.load(config.data, split, count)
-    lines = []
-    for temperature in tqdm(TEMPERATURES, f"{folder.name}, {split}", leave=False):
-        with lora.disabled(policy.model) if base else nullcontext():
-            found = evaluate.evaluate(policy, problems,
-                                      replace(config, eval_temperature=temperature), clustering)
-        lines.append({"step": step, "asked": count, **found.metrics})
-    file, known = read_file(folder, base)
-    files.write_lines(file, [line for line in known if line["split"] != split] + lines)
+    for split in missing:
+        problems, lines = data.load(config.data, split, count), []
+        for temperature in tqdm(TEMPERATURES, f"{folder.name}, {split}", leave=False):
+            here = replace(config, eval_split=split, eval_samples=16, eval_temperature=temperature)
+            with lora.disabled(policy.model) if base else nullcontext():
+                found = evaluate.evaluate(policy, problems, here, clustering)
+            lines.append({"step": step, "asked": count, **found.metrics})
+        file, known = read_file(folder, base)
+        files.write_lines(file, [line for line in known if line["split"] != split] + lines)
 
 
 def read_measures(folders: list[Path], splits: tuple[str, ...] = SPLITS) -> list[dict]:
@@ -96,8 +96,7 @@ def main(argv: list[str] | None = None) -> None:
         if arguments.problems < 1:
             raise ValueError(f"--problems {arguments.problems}: expected 1 or more")
         for folder in arguments.runs:
-            for split in arguments.splits:
-                measure_run(folder, split, arguments.problems, arguments.base)
+            measure_run(folder, arguments.splits, arguments.problems, arguments.base)
         print(compare.make_tables(read_measures(arguments.runs, tuple(arguments.splits))))
 
 

@@ -34,16 +34,16 @@ def test_a_run_is_measured_once_at_every_temperature(cache, tmp_path, capsys, mo
         patch.setattr(evaluate, "evaluate", None)  # may not be called again
         temperatures.main(command)
         assert capsys.readouterr().out == table
-    temperatures.measure_run(folder, "validation", 3)  # another number of problems is not that
+    temperatures.measure_run(folder, ["validation"], 3)  # another number of problems is not that
     lines = files.read_lines(folder / "temperatures.jsonl", key="split")
     assert [line["problems"] for line in lines] == [3] * 5  # in place of the others
-    temperatures.measure_run(folder, "test", 3)
+    temperatures.measure_run(folder, ["test"], 3)
     assert len(temperatures.read_measures([folder])) == 10
 
 
 def test_a_run_that_went_on_or_a_half_written_file_is_measured_again(cache, tmp_path, capsys):
     folder = run(tmp_path / "mine-7", cache, "--steps", "2", "--gate", "none", "--alpha-decay", "0")
-    temperatures.measure_run(folder, "validation", 3)
+    temperatures.measure_run(folder, ["validation"], 3)
     assert temperatures.find_measured(folder, "validation", 3)
     assert not temperatures.find_measured(folder, "test", 3)
     assert not temperatures.find_measured(folder, "validation", 4)
@@ -51,7 +51,7 @@ def test_a_run_that_went_on_or_a_half_written_file_is_measured_again(cache, tmp_
     text = file.read_text()
     file.write_text("".join(text.splitlines(keepends=True)[:3]) + text[:40])
     assert not temperatures.find_measured(folder, "validation", 3)
-    temperatures.measure_run(folder, "validation", 3)
+    temperatures.measure_run(folder, ["validation"], 3)
     assert file.read_text() == text
     train.main(["--run", str(folder), "--resume", "--steps", "3"])
     assert not temperatures.find_measured(folder, "validation", 3)
