@@ -26,7 +26,7 @@ FALLING = "--kl 0.1 --kl-decay 0.03"
 
 
 def grid(weights: tuple[float, ...], more: dict[str, str]) -> dict[str, str]:
-    """Four settings of each method: three KL weights, and one of `more`."""
+    """Settings of four methods: each with every KL weight, and `more`."""
     methods = {"sus": f"sus {SUS}", "grpo": f"grpo {SUS}", "focal": f"{OTHER}focal {SUS}",
                "passk": f"{OTHER}passk {PASSK}"}
     found = {f"{name}-kl-{kl}": f"{flags} --kl {kl}"
@@ -39,8 +39,8 @@ TUNE = grid((0.03, 0.05, 0.1), {
     "grpo-falling": f"grpo {SUS} {FALLING}", "passk-kl-0.0": f"{OTHER}passk {PASSK} --kl 0.0",
     "sus-alpha=8": "sus --bonus scaled --alpha 8 --kl 0.05",
     "focal-alpha=8": f"{OTHER}focal --bonus scaled --alpha 8 --kl 0.05"})
-MANY_TUNE = grid((0.0, 0.01, 0.03), {
-    "grpo-kl-0.1": f"grpo {SUS} --kl 0.1", "passk-kl-0.1": f"{OTHER}passk {PASSK} --kl 0.1",
+MANY_TUNE = grid((0.0, 0.01, 0.03, 0.1), {
+    "grpo-kl-0.2": f"grpo {SUS} --kl 0.2",
     "sus-alpha=8": "sus --bonus scaled --alpha 8 --kl 0.0",
     "focal-alpha=8": f"{OTHER}focal --bonus scaled --alpha 8 --kl 0.0"})
 BEST = f"{SUS} --kl 0.05"  # by tune
@@ -48,11 +48,12 @@ MAIN = {"sus": f"sus {BEST}", "grpo-kl-0.1": f"grpo {SUS} --kl 0.1",
         "grpo-kl-0.03": f"grpo {SUS} --kl 0.03", "focal": TUNE["focal-alpha=8"],
         "passk": TUNE["passk-kl-0.0"], "shuffled": f"{OTHER}shuffled {BEST}",
         "random": f"{OTHER}random_embeddings {BEST}"}
-MANY = {"sus": f"sus {SUS} --kl 0.0", "grpo-kl-0.0": f"grpo {SUS} --kl 0.0",
-        "grpo-kl-0.03": f"grpo {SUS} --kl 0.03", "focal": f"{OTHER}focal {SUS} --kl 0.0",
-        "passk": f"{OTHER}passk {PASSK} --kl 0.0", "shuffled": f"{OTHER}shuffled {SUS} --kl 0.0",
-        "random": f"{OTHER}random_embeddings {SUS} --kl 0.0",
-        "group_oracle": f"{OTHER}group_oracle {SUS} --kl 0.0"}
+STAY = f"{SUS} --kl 0.1"  # by many-tune
+MANY = {"sus": f"sus {STAY}", "grpo-kl-0.1": f"grpo {STAY}",
+        "grpo-kl-0.03": f"grpo {SUS} --kl 0.03", "grpo-kl-0.2": f"grpo {SUS} --kl 0.2",
+        "focal": f"{OTHER}focal {STAY}", "passk": f"{OTHER}passk {PASSK} --kl 0.01",
+        "shuffled": f"{OTHER}shuffled {STAY}", "random": f"{OTHER}random_embeddings {STAY}",
+        "group_oracle": f"{OTHER}group_oracle {STAY}"}
 QUICK = {"sus": MAIN["sus"], "grpo": f"grpo {BEST}", "shuffled": MAIN["shuffled"]}
 SWEEP = {"sus": MAIN["sus"]} | {name: f"{MAIN['sus']} --{name.replace('_', '-')}" for name in (
     "alpha=4", "alpha=32", "lambda_ss=0.5", "lambda_ss=2", "lambda_sus=0.25", "lambda_sus=1",
