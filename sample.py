@@ -70,7 +70,7 @@ def sample_token(logits: Tensor, temperature: float, uniform: Tensor) -> tuple[T
 
 
 class Decoder:
-    """The next token's logits, by reading the whole response again (slow: support/fast.py)."""
+    """The next token's logits, by reading the whole response again (slow: support/decoder.py)."""
     sample_token = staticmethod(sample_token)
 
     def __init__(self, model: Transformer, prompts: list[list[int]], samples: int, room: int):

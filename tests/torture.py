@@ -31,7 +31,7 @@ MOMENTS = {  # a function, and at which of its calls the run is killed, at the l
     HALF_LINE: ("support.files.append_line", 4),
     "adapter saved, checkpoint not": ("support.checkpoint.save", 2),
     ANY_TIME: (None, 8),  # seconds
-    "rollout": ("support.fast.Decoder.step", 60),
+    "rollout": ("support.decoder.Decoder.step", 60),
     "before renaming": ("os.fsync", 12),
     "evaluation": ("evaluate.measure", 2),
     "scoring": ("grpo.score", 20),

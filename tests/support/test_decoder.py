@@ -4,8 +4,8 @@ import torch
 
 import lora
 from sample import sample_token
-from support import fast
-from support.fast import Decoder
+from support import decoder
+from support.decoder import Decoder
 from tests.conftest import adapted, small_model
 
 PROMPTS = {"padded": [[3, 4, 5, 6], [7, 8], [9, 10, 11]], "even": [[3, 4, 5], [7, 8, 9]]}
@@ -32,7 +32,7 @@ def whole_logits(model, prompt, response):
 @pytest.mark.parametrize("lengths", PROMPTS)
 @pytest.mark.parametrize("name", MODELS)
 def test_decoding_equals_the_forward_pass_of_whole_sequences(name, lengths, piece, monkeypatch):
-    monkeypatch.setattr(fast, "PIECE", piece)
+    monkeypatch.setattr(decoder, "PIECE", piece)
     model, prompts, G, T = MODELS[name](), PROMPTS[lengths], 3, 12
     N = len(prompts) * G
     tokens = random_tokens(N, T)

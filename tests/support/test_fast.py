@@ -13,7 +13,7 @@ import lora
 import sample
 from model import MLP, Attention, RMSNorm, Transformer
 from sample import generate
-from support import fast
+from support import decoder, fast
 from support.config import Config
 from support.fast import FAST, accelerate
 from tests.conftest import adapted, small_model
@@ -287,7 +287,7 @@ def test_both_decoders_sample_the_same_tokens(family, lengths, temperature):
 
 def test_each_kind_of_model_uses_its_own_decoder(monkeypatch):
     used = []
-    for module in (sample, fast):
+    for module in (sample, decoder):
         def record(self, *arguments, step=module.Decoder.step, name=module.__name__):
             used.append(name)
             return step(self, *arguments)
@@ -295,7 +295,7 @@ def test_each_kind_of_model_uses_its_own_decoder(monkeypatch):
     textbook, accelerated = make_pair()
     generate(textbook, [[3]], 1, 2, 1.0, (), torch.Generator())
     generate(accelerated, [[3]], 1, 2, 1.0, (), torch.Generator())
-    assert used == ["sample", "support.fast"]
+    assert used == ["sample", "support.decoder"]
 
 
 def fast_logprobs(hidden, head, targets, temperature):
