@@ -170,7 +170,7 @@ class Question:
 
     @property
     def prompt(self) -> str:
-        return f"Question: {self.question}\n{self.instruction}\nAnswer:"
+        return f"{self.instruction}\nQuestion: {self.question}\nAnswer:"
 
     def judge(self, response: str) -> float:
         """A model without a chat template may go on to the next question, which does not count."""

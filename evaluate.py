@@ -178,8 +178,8 @@ class Request(Config):
 
 OWN_FLAGS = {"path", "output", "export", "ask"}
 FLAGS = OWN_FLAGS | {"data", "eval_split", "eval_problems", "eval_samples", "eval_temperature",
-                     "seed", "max_new_tokens", "prompt", "system", "instruction", "device",
-                     "dtype", "cache"}
+                     "seed", "max_new_tokens", "prompt", "system", "instruction", "stop",
+                     "device", "dtype", "cache"}
 
 
 def load_run(policy: Policy, folder: Path) -> tuple[Clustering | None, int]:

@@ -207,7 +207,7 @@ def open_policy(folder: Path, config: Config) -> Policy:
     tokenizer = hub.open_tokenizer(folder)
     if config.prompt == "chat" and not tokenizer.chat_template:
         raise ValueError(f"--prompt chat: {folder} has no chat template; use plain or auto")
-    eos_ids = hub.find_eos_ids(folder, tokenizer, model.config.vocab_size)
+    eos_ids = hub.find_eos_ids(folder, tokenizer, model.config.vocab_size, config.stop)
     base = str(folder.absolute()) if config.model == "tiny" else config.model
     policy = Policy(model, tokenizer, eos_ids, config, base)
     if config.system and not policy.is_chat:

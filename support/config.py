@@ -59,7 +59,9 @@ class Config:
     prompt: str = flag("auto", "chat uses the tokenizer's chat template, plain does not, auto does "
                        "if there is one", choices=("auto", "plain", "chat"))
     system: str = flag("", "system text of the chat")
-    instruction: str = flag("", "how to answer, instead of the task's own words")
+    instruction: str = flag("", "how to answer, instead of the task's own words; in a plain prompt "
+                            "it comes first and may hold examples")
+    stop: str = flag("", "text whose tokens end a response too, such as \\n; for plain prompts")
     problems: int = flag(32, "problems per step", low=1, high=10 ** 6)
     samples: int = flag(8, "responses to each problem, the group of GRPO", low=2, high=10 ** 5)
     temperature: float = flag(1.0, "sampling temperature in training", low=1e-6)

@@ -153,8 +153,8 @@ def open_tokenizer(folder: Path):
         raise ValueError(f"{folder}: its tokenizer cannot be read ({why})") from None
 
 
-def find_eos_ids(folder: Path, tokenizer, vocab_size: int) -> tuple[int, ...]:
-    """Every id that ends a response. Nothing else is taken from generation_config.json."""
+def find_eos_ids(folder: Path, tokenizer, vocab_size: int, stop: str = "") -> tuple[int, ...]:
+    """Every id that ends a response; of generation_config.json nothing else is taken."""
     ids = [tokenizer.eos_token_id]
     for name in ("config.json", "generation_config.json"):
         if (folder / name).exists():
@@ -163,6 +163,12 @@ def find_eos_ids(folder: Path, tokenizer, vocab_size: int) -> tuple[int, ...]:
     known = sorted({i for i in ids if type(i) is int and 0 <= i < vocab_size})
     if not known:
         raise ValueError(f"{folder}: no end token in its tokenizer or its config.json")
+    if stop:
+        text = stop.replace("\\n", "\n")
+        holding = [i for i in range(vocab_size) if text in tokenizer.decode([i])]
+        if not holding:
+            raise ValueError(f"--stop {stop}: no token holds this text; expected a shorter one")
+        known = sorted({*known, *holding})
     return tuple(known)
 
 

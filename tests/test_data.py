@@ -230,7 +230,7 @@ def make_records(count: int) -> list[dict]:
 
 def test_the_prompt_of_a_question_tells_how_to_answer():
     question = Question("What is 2 + 3?", Fraction(5))
-    assert question.prompt == f"Question: What is 2 + 3?\n{Question.instruction}\nAnswer:"
+    assert question.prompt == f"{Question.instruction}\nQuestion: What is 2 + 3?\nAnswer:"
 
 
 def test_a_question_judges_the_number_that_a_response_ends_on():

@@ -458,8 +458,8 @@ def test_help_names_every_flag_of_an_evaluation_and_no_other(capsys):
     words = {word.strip(",()[]") for word in text.split()}
     flags = {word for word in words if word.startswith("--")}
     expected = {"eval-split", "eval-problems", "eval-samples", "data", "eval-temperature",
-                "max-new-tokens", "prompt", "system", "instruction", "seed", "device", "dtype",
-                "cache", "output", "export", "ask", "help"}
+                "max-new-tokens", "prompt", "system", "instruction", "stop", "seed", "device",
+                "dtype", "cache", "output", "export", "ask", "help"}
     assert flags == {f"--{name}" for name in expected}
 
 

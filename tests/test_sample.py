@@ -359,11 +359,11 @@ def test_a_problem_without_question_and_instruction_is_its_prompt(policy):
 def test_an_instruction_replaces_the_tasks_own_words_in_a_plain_prompt(policy):
     assert policy.plain_text(QUESTION) == QUESTION.prompt
     asked = with_prompt(policy, prompt="plain", instruction="Only a number.")
-    assert asked.plain_text(QUESTION) == "Question: What is 2+3?\nOnly a number.\nAnswer:"
+    assert asked.plain_text(QUESTION) == "Only a number.\nQuestion: What is 2+3?\nAnswer:"
     assert data.Question.instruction in QUESTION.prompt
     # A prompt that does not hold its task's instruction gets this one as its first line.
     assert asked.plain_text(COUNTDOWN) == "Only a number.\nuse 3,8,5 to make 19:"
-    texts = ["Question: What is 2+3?\nOnly a number.\nAnswer:",
+    texts = ["Only a number.\nQuestion: What is 2+3?\nAnswer:",
              "Only a number.\nuse 3,8,5 to make 19:"]
     assert asked.encode([QUESTION, COUNTDOWN]) == policy.tokenizer(texts).input_ids
 
@@ -390,6 +390,23 @@ def test_end_tokens_come_from_every_file_and_sampling_settings_from_none(tmp_pat
     generation.write_text("{}")
     with pytest.raises(ValueError, match="no end token"):
         hub.find_eos_ids(tmp_path, tokenizer, 40)
+
+
+def test_a_response_may_also_end_with_a_token_that_holds_a_text(cache):
+    folder = cache / "tiny-countdown"
+    policy = sample.open_policy(folder, Config(stop=";", device="cpu"))
+    end, = policy.tokenizer(";").input_ids
+    assert set(policy.eos_ids) == {end, *sample.open_policy(folder, Config(device="cpu")).eos_ids}
+    rollout = generate(policy.model, policy.encode([COUNTDOWN]), 16, 32, 1.0, policy.eos_ids,
+                       torch.Generator())
+    assert rollout.finished.all() and (rollout.ids == end).any()
+    assert not any(";" in text for text in policy.decode(rollout))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(["one\ntwo"])
+    holding = tokenizer.convert_tokens_to_ids("one\ntwo")
+    assert holding in hub.find_eos_ids(folder, tokenizer, len(tokenizer), "\\n")
+    with pytest.raises(ValueError, match="--stop nowhere: no token holds this text"):
+        hub.find_eos_ids(folder, tokenizer, len(tokenizer), "nowhere")
 
 
 def save_byte_tokenizer(folder) -> int:
