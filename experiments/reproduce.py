@@ -40,7 +40,7 @@ TUNE = grid((0.03, 0.05, 0.1), {
     "sus-alpha=8": "sus --bonus scaled --alpha 8 --kl 0.05",
     "focal-alpha=8": f"{OTHER}focal --bonus scaled --alpha 8 --kl 0.05"})
 MANY_TUNE = grid((0.0, 0.01, 0.03, 0.1), {
-    "grpo-kl-0.2": f"grpo {SUS} --kl 0.2",
+    "grpo-kl-0.2": f"grpo {SUS} --kl 0.2", "passk-kl-0.003": f"{OTHER}passk {PASSK} --kl 0.003",
     "sus-alpha=8": "sus --bonus scaled --alpha 8 --kl 0.0",
     "focal-alpha=8": f"{OTHER}focal --bonus scaled --alpha 8 --kl 0.0"})
 BEST = f"{SUS} --kl 0.05"  # by tune
