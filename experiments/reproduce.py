@@ -51,7 +51,7 @@ MAIN = {"sus": f"sus {BEST}", "grpo-kl-0.1": f"grpo {SUS} --kl 0.1",
 STAY = f"{SUS} --kl 0.1"  # by many-tune
 MANY = {"sus": f"sus {STAY}", "grpo-kl-0.1": f"grpo {STAY}",
         "grpo-kl-0.03": f"grpo {SUS} --kl 0.03", "grpo-kl-0.2": f"grpo {SUS} --kl 0.2",
-        "focal": f"{OTHER}focal {STAY}", "passk": f"{OTHER}passk {PASSK} --kl 0.01",
+        "focal": f"{OTHER}focal {STAY}", "passk": f"{OTHER}passk {PASSK} --kl 0.003",
         "shuffled": f"{OTHER}shuffled {STAY}", "random": f"{OTHER}random_embeddings {STAY}",
         "group_oracle": f"{OTHER}group_oracle {STAY}"}
 QUICK = {"sus": MAIN["sus"], "grpo": f"grpo {BEST}", "shuffled": MAIN["shuffled"]}
