@@ -44,14 +44,14 @@ MANY_TUNE = grid((0.0, 0.01, 0.03, 0.1), {
     "sus-alpha=8": "sus --bonus scaled --alpha 8 --kl 0.0",
     "focal-alpha=8": f"{OTHER}focal --bonus scaled --alpha 8 --kl 0.0"})
 BEST = f"{SUS} --kl 0.05"  # by tune
-MAIN = {"sus": f"sus {BEST}", "grpo-kl-0.1": f"grpo {SUS} --kl 0.1",
-        "grpo-kl-0.03": f"grpo {SUS} --kl 0.03", "focal": TUNE["focal-alpha=8"],
+MAIN = {"sus": TUNE["sus-kl-0.05"], "grpo-kl-0.1": TUNE["grpo-kl-0.1"],
+        "grpo-kl-0.03": TUNE["grpo-kl-0.03"], "focal": TUNE["focal-alpha=8"],
         "passk": TUNE["passk-kl-0.0"], "shuffled": f"{OTHER}shuffled {BEST}",
         "random": f"{OTHER}random_embeddings {BEST}"}
 STAY = f"{SUS} --kl 0.1"  # by many-tune
-MANY = {"sus": f"sus {STAY}", "grpo-kl-0.1": f"grpo {STAY}",
-        "grpo-kl-0.03": f"grpo {SUS} --kl 0.03", "grpo-kl-0.2": f"grpo {SUS} --kl 0.2",
-        "focal": f"{OTHER}focal {STAY}", "passk": f"{OTHER}passk {PASSK} --kl 0.003",
+MANY = {"sus": MANY_TUNE["sus-kl-0.1"], "grpo-kl-0.1": MANY_TUNE["grpo-kl-0.1"],
+        "grpo-kl-0.03": MANY_TUNE["grpo-kl-0.03"], "grpo-kl-0.2": MANY_TUNE["grpo-kl-0.2"],
+        "focal": MANY_TUNE["focal-kl-0.1"], "passk": MANY_TUNE["passk-kl-0.003"],
         "shuffled": f"{OTHER}shuffled {STAY}", "random": f"{OTHER}random_embeddings {STAY}",
         "group_oracle": f"{OTHER}group_oracle {STAY}"}
 QUICK = {"sus": MAIN["sus"], "grpo": f"grpo {BEST}", "shuffled": MAIN["shuffled"]}
