@@ -88,12 +88,24 @@ def mean_success_surprise(correct: Tensor, success: Tensor) -> float:
     return ((surprise * correct).sum() / correct.sum().clamp(min=1)).item()
 
 
+def expect_group(z_pre: Tensor, z_post: Tensor, correct: Tensor) -> Tensor:
+    """--expectation group: z_pre (B, G, d) = E(query) plus z_post of the group's other successes.
+
+    So a way is unexpected if few correct responses to the same query go it, and E(query) counts as
+    one response. SS ignores the length of z_pre, so the sum stands for the mean.
+    """
+    others = correct[:, None, :] * (1 - torch.eye(correct.shape[1], device=correct.device))
+    return z_pre + others @ z_post
+
+
 def parts(signals: Signals, config: Config) -> tuple[Tensor, Tensor]:
     """SS and SuS (B, G) in the reading that was asked for."""
+    z_pre, z_post, correct = signals.z_pre, signals.z_post, signals.correct
+    if config.expectation == "group":
+        z_pre = expect_group(z_pre, z_post, correct)
     if config.reading == "algorithm":
-        return (strategy_shift(signals.z_pre, signals.z_post),
-                success_surprise(signals.correct, signals.success))
-    ss = strategy_stability(signals.z_pre, signals.z_post)
+        return strategy_shift(z_pre, z_post), success_surprise(correct, signals.success)
+    ss = strategy_stability(z_pre, z_post)
     return ss, strategy_surprise(signals.predicted, signals.state, ss)
 
 

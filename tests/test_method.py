@@ -27,10 +27,10 @@ def shuffle_bonus(rewards: torch.Tensor, correct: torch.Tensor, generator) -> to
     return shuffled
 
 
-def train_toy(method: str, seed: int) -> float:
+def train_toy(method: str, seed: int, **flags) -> float:
     """-> how many of the three correct ways the policy still uses, in the mean over problems."""
     generator = torch.Generator().manual_seed(seed)
-    config = Config(samples=G, steps=STEPS, seed=seed, alpha_decay=0.0)
+    config = Config(samples=G, steps=STEPS, seed=seed, alpha_decay=0.0, **flags)
     strategist = Strategist(SIZE, config)
     ways = torch.randn(WAYS, SIZE, generator=generator)
     queries = torch.randn(PROBLEMS, SIZE, generator=generator)
@@ -66,5 +66,13 @@ def train_toy(method: str, seed: int) -> float:
 def test_sus_keeps_strategies_that_grpo_and_random_bonuses_lose(seed):
     kept = {method: train_toy(method, seed) for method in ("sus", "grpo", "shuffled")}
     print(kept)
+    assert kept["sus"] > kept["grpo"] + 0.5
+    assert kept["sus"] > kept["shuffled"] + 0.5
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_ways_that_are_rare_in_their_group_are_kept_also_where_all_are_right(seed):
+    flags = {"expectation": "group", "gate": "correct", "alpha": 2.0}
+    kept = {method: train_toy(method, seed, **flags) for method in ("sus", "grpo", "shuffled")}
     assert kept["sus"] > kept["grpo"] + 0.5
     assert kept["sus"] > kept["shuffled"] + 0.5

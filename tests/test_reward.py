@@ -85,6 +85,27 @@ def test_both_readings_of_ss_and_sus():
     torch.testing.assert_close(sus, torch.tensor([[0.0, 5.0, 10.0], [0.0, 1.0, 2.0]]))
 
 
+def test_the_group_is_expected_to_go_on_as_its_other_successes_do():
+    z_pre = torch.tensor([[[1.0, 0.0]]])
+    z_post = torch.tensor([[[0.0, 1.0], [0.0, 1.0], [1.0, 0.0], [-1.0, 0.0]]])
+    correct = torch.tensor([[1.0, 1.0, 1.0, 0.0]])
+    expected = torch.tensor([[[2.0, 1.0], [2.0, 1.0], [1.0, 2.0], [2.0, 2.0]]])
+    assert torch.equal(reward.expect_group(z_pre, z_post, correct), expected)
+
+
+def test_ss_against_the_group_pays_the_rarer_way():
+    z_post = torch.tensor([[[0.0, 1.0], [0.0, 1.0], [1.0, 0.0], [-1.0, 0.0]]])
+    signals = make_signals(correct=torch.tensor([[1.0, 1.0, 1.0, 0.0]]), z_post=z_post,
+                           z_pre=torch.zeros(1, 1, 2), success=torch.tensor([[0.25]]))
+    ss, sus = reward.parts(signals, Config(expectation="group"))
+    half = math.sqrt(0.5)
+    torch.testing.assert_close(ss, torch.tensor([[1 - half, 1 - half, 1.0, 1 + 1 / math.sqrt(5)]]))
+    torch.testing.assert_close(sus, torch.tensor([[0.75, 0.75, 0.75, 0.25]]))
+    lone = make_signals(correct=torch.tensor([[1.0, 0.0, 0.0]] * 2))
+    groups, queries = (reward.parts(lone, Config(expectation=name))[0] for name in ("group", "query"))
+    assert torch.equal(groups[:, 0], queries[:, 0])  # nobody else is right: E(query) alone counts
+
+
 def test_the_mean_surprise_is_subtracted_from_sus_and_from_nothing_else():
     signals = make_signals()
     ss, sus = reward.parts(signals, Config())
