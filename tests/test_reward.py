@@ -102,8 +102,9 @@ def test_ss_against_the_group_pays_the_rarer_way():
     torch.testing.assert_close(ss, torch.tensor([[1 - half, 1 - half, 1.0, 1 + 1 / math.sqrt(5)]]))
     torch.testing.assert_close(sus, torch.tensor([[0.75, 0.75, 0.75, 0.25]]))
     lone = make_signals(correct=torch.tensor([[1.0, 0.0, 0.0]] * 2))
-    groups, queries = (reward.parts(lone, Config(expectation=name))[0] for name in ("group", "query"))
-    assert torch.equal(groups[:, 0], queries[:, 0])  # nobody else is right: E(query) alone counts
+    of_group, _ = reward.parts(lone, Config(expectation="group"))
+    of_query, _ = reward.parts(lone, Config(expectation="query"))
+    assert torch.equal(of_group[:, 0], of_query[:, 0])  # no other is right: E(query) alone counts
 
 
 def test_the_mean_surprise_is_subtracted_from_sus_and_from_nothing_else():

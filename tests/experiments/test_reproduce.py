@@ -50,8 +50,8 @@ def test_quick_is_a_part_of_its_own(capsys, tmp_path):
     assert stopped.value.code == 2 and "--part tune" in capsys.readouterr().err
 
 
-TUNING = ("tune", "many-tune", "sweep")
-REPORTS = ("main", "many", "others")
+TUNING = ("tune", "many-tune", "group-tune", "sweep")
+REPORTS = {"main": (20, 5), "many": (20, 5), "others": (20, 5), "group": (30, 10)}  # seed, base
 
 
 def test_a_plan_tunes_on_other_problems_seeds_and_base_models_than_it_reports(tmp_path):
@@ -64,7 +64,8 @@ def test_a_plan_tunes_on_other_problems_seeds_and_base_models_than_it_reports(tm
             assert {config.eval_split for config in found} == {"validation"}
             assert reproduce.PARTS[part].splits == ("validation",)
         elif part in REPORTS:
-            assert pairs == {(20 + n, f"cache-{5 + n}") for n in range(5)}
+            seed, base = REPORTS[part]
+            assert pairs == {(seed + n, f"cache-{base + n}") for n in range(5)}
             assert {config.eval_split for config in found} == {"test"}
         else:
             assert pairs == {(10 + n, "cache") for n in range(5)}
