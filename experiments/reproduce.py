@@ -58,7 +58,7 @@ MANY = {"sus": MANY_TUNE["sus-kl-0.1"], "grpo-kl-0.1": MANY_TUNE["grpo-kl-0.1"],
 GROUP = "--bonus scaled --expectation group --gate correct --alpha-decay 0"
 GROUP_TUNE = {f"sus-alpha={alpha}-kl-{kl}": f"sus {GROUP} --alpha {alpha} --kl {kl}"
               for alpha, kl in ((1, 0.03), (2, 0.03), (8, 0.03), (4, 0.01), (4, 0.05))}
-WAYS = GROUP_TUNE["sus-alpha=2-kl-0.03"].removeprefix("sus ")  # by group-tune
+WAYS = GROUP_TUNE["sus-alpha=4-kl-0.01"].removeprefix("sus ")  # by group-tune
 MANY_GROUP = {"sus": f"sus {WAYS}", "grpo-kl-0.1": MANY["grpo-kl-0.1"], "focal": MANY["focal"],
               "grpo-kl-0.2": MANY["grpo-kl-0.2"], "shuffled": f"{OTHER}shuffled {WAYS}",
               "random": f"{OTHER}random_embeddings {WAYS}"}
