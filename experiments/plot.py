@@ -1,13 +1,14 @@
-"""Figures from run folders, as PNG files; needs matplotlib.
+"""Figures as PNG files, from run folders or from measures; needs matplotlib.
 
     python -m experiments.plot runs/reproduce/main          every figure that these runs can show
     python -m experiments.plot runs/a runs/b --output figures
+    python -m experiments.plot results/main.jsonl           the figure `temperatures`
 
 Runs whose folders differ only in the number at the end are seeds of one setting: they share a line,
 with the 95 % interval of their mean as a band.
 
-    temperatures        pass@1 against pass@16 and against coverage as the temperature rises, for
-                        runs that experiments.temperatures has measured
+    temperatures        pass@1 against pass@16 and against coverage as the temperature rises, from
+                        the lines that experiments.reproduce writes into measures.jsonl
     story, diversity, intrinsic, losses, training    metrics over the steps; dotted: the entropy of
                         a policy that is always right, with one strategy per problem or with all
     passes, ablation    pass@k against k; both parts of SuS, either part, none
@@ -23,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 import data
-from experiments.compare import mean_and_half, setting_name
+from experiments.compare import MATCHED, known, mean_and_half, mean_curve, read_curves, setting_name
 from support.checkpoint import CHANGEABLE
 from support.config import Parser, guard
 from support.files import read_json, read_lines
@@ -98,21 +99,13 @@ def over_steps(runs: list[Run], metrics: tuple[str, ...]) -> Panels:
             for metric in metrics}
 
 
-def over_temperatures(runs: list[Run]) -> Panels:
-    """Means over seeds, on the problems that the runs are reported on."""
-    panels = {"pass@1 by pass@16": [], "pass@1 by coverage": []}
-    for name in dict.fromkeys(run.name for run in runs):
-        folders = [run.folder for run in runs if run.name == name]
-        for source, label in (("temperatures", name), ("base", "base model")):
-            curves = [[line for line in read_lines(folder / f"{source}.jsonl", key="split")
-                       if line["split"] == runs[0].config["eval_split"]] for folder in folders]
-            for lines in zip(*filter(None, curves)):
-                for heading, points in panels.items():
-                    y, x = ([line.get(measure) for line in lines]
-                            for measure in heading.split(" by "))
-                    if None not in x:
-                        points.append((label, np.mean(x), np.mean(y)))
-    return panels
+def over_temperatures(lines: list[dict]) -> Panels:
+    """Means over seeds, on test problems if there are any."""
+    curves = read_curves(lines, "test") or read_curves(lines, "validation")
+    shown = [name for name in curves if name not in ASIDE or not curves.keys() >= set(MAIN)]
+    return {f"{y} by {x}": [(name, point[x], point[y]) for name in shown
+                            for point in mean_curve(curves[name], [x, y])]
+            for y, x in known(curves, MATCHED[:2])}
 
 
 def perfect_entropies(run: Run) -> dict[str, float]:
@@ -216,9 +209,8 @@ def draw(runs: list[Run], output: Path) -> list[Path]:
     is_main = {run.name for run in runs}.issuperset(MAIN)
     shown = [run for run in runs if run.name not in ASIDE or not is_main]
     figures = {name: over_steps(shown, metrics) for name, metrics in OVER_STEPS.items()}
-    figures |= {"temperatures": over_temperatures(shown), "passes": passes(shown),
-                "ablation": ablation(runs), "sensitivity": sensitivity(runs),
-                "embeddings": embeddings(shown)}
+    figures |= {"passes": passes(shown), "ablation": ablation(runs),
+                "sensitivity": sensitivity(runs), "embeddings": embeddings(shown)}
     output.mkdir(parents=True, exist_ok=True)
     written, perfect = [], perfect_entropies(runs[0])
     for name, panels in figures.items():
@@ -231,13 +223,24 @@ def draw(runs: list[Run], output: Path) -> list[Path]:
     return written
 
 
+def draw_temperatures(lines: list[dict], output: Path) -> Path:
+    output.mkdir(parents=True, exist_ok=True)
+    draw_figure(over_temperatures(lines), output / "temperatures.png", {})
+    return output / "temperatures.png"
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="+", help="run folders, or folders that hold runs")
-    parser.add_argument("--output", help="folder for the figures; by default the first of the runs")
+    parser.add_argument("runs", nargs="+", help="run folders, folders that hold runs, or one file "
+                        "of measures")
+    parser.add_argument("--output", help="folder for the figures; by default that of the runs")
     arguments = parser.parse_args(argv)
+    first = Path(arguments.runs[0])
     with guard():
-        for file in draw(find_runs(arguments.runs), Path(arguments.output or arguments.runs[0])):
+        if first.is_file():
+            lines = read_lines(first, key="split")
+            return print(draw_temperatures(lines, Path(arguments.output or first.parent)))
+        for file in draw(find_runs(arguments.runs), Path(arguments.output or first)):
             print(file)
 
 

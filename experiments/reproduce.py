@@ -216,7 +216,8 @@ def main(argv: list[str] | None = None) -> None:
         table = f"{request.steps} steps, {compare.make_tables(lines)}"
         files.write_text(output / "tables.md", table)
         runs = plot.find_runs([str(folder) for folder in jobs])
-        print(table, output / "tables.md", *plot.draw(runs, output), sep="\n")
+        print(table, output / "tables.md", plot.draw_temperatures(lines, output),
+              *plot.draw(runs, output), sep="\n")
 
 
 if __name__ == "__main__":

@@ -82,24 +82,43 @@ def test_a_single_run_has_its_curves_but_no_comparison(tmp_path, capsys):
     assert (tmp_path / "sus-1" / "training.png").exists()  # beside the run, if nothing is said
 
 
-def test_curves_over_the_temperature_are_means_over_seeds(tmp_path, monkeypatch):
-    for seed in (1, 2):
-        folder = tmp_path / f"sus-{seed}"
-        make_run(folder, "sus", seed)
-        for name, shift in (("temperatures", 0.0), ("base", 0.3)):
-            write_lines(folder / f"{name}.jsonl", [
-                {"split": split, "temperature": t, "pass@1": 0.5 - t / 10 + shift + seed / 10,
-                 "pass@16": 0.5 + t / 10, "coverage": 0.2} for t in (0.2, 1.0)
-                for split in ("validation", "test")])
-    drawn = panels_of(monkeypatch, plot.find_runs([str(tmp_path)]), tmp_path)["temperatures"]
+def make_measures(names=("sus", "base model")) -> list[dict]:
+    """Lines of two seeds at two temperatures, the settings 0.3 apart in pass@1."""
+    return [{"name": name, "seed": seed, "base": f"cache-{seed}", "data": "countdown",
+             "split": split, "problems": 10, "temperature": t, "pass@16": 0.5 + t / 10,
+             "pass@1": (0.5 if split == "test" else 0.0) - t / 10 + 0.3 * number + seed / 10,
+             "coverage": 0.2}
+            for number, name in enumerate(names) for seed in (1, 2) for t in (0.2, 1.0)
+            for split in ("validation", "test")]
+
+
+def test_curves_over_the_temperature_are_means_over_seeds():
+    """On test problems, and on validation problems where there are no others."""
+    drawn = plot.over_temperatures(make_measures())
     assert drawn["pass@1 by pass@16"] == [
         ("sus", pytest.approx(0.52), pytest.approx(0.63)),
         ("sus", pytest.approx(0.6), pytest.approx(0.55)),
         ("base model", pytest.approx(0.52), pytest.approx(0.93)),
         ("base model", pytest.approx(0.6), pytest.approx(0.85))]
     assert [x for _, x, _ in drawn["pass@1 by coverage"]] == pytest.approx([0.2] * 4)
-    monkeypatch.undo()
-    assert tmp_path / "temperatures.png" in plot.draw(plot.find_runs([str(tmp_path)]), tmp_path)
+    drawn = plot.over_temperatures([line for line in make_measures() if line["split"] != "test"])
+    assert drawn["pass@1 by pass@16"][0] == ("sus", pytest.approx(0.52), pytest.approx(0.13))
+
+
+def test_the_main_figure_leaves_asides_out():
+    drawn = plot.over_temperatures(make_measures((*plot.MAIN, "random")))
+    assert {name for name, _, _ in drawn["pass@1 by coverage"]} == set(plot.MAIN)
+    drawn = plot.over_temperatures(make_measures(("sus", "random")))
+    assert {name for name, _, _ in drawn["pass@1 by coverage"]} == {"sus", "random"}
+
+
+def test_a_file_of_measures_is_drawn(tmp_path, capsys):
+    write_lines(tmp_path / "main.jsonl", make_measures())
+    plot.main([str(tmp_path / "main.jsonl")])
+    assert capsys.readouterr().out.strip() == str(tmp_path / "temperatures.png")
+    plot.main([str(tmp_path / "main.jsonl"), "--output", str(tmp_path / "figures")])
+    with Image.open(tmp_path / "figures" / "temperatures.png") as image:
+        assert image.format == "PNG"
 
 
 def test_entropies_of_perfect_policies_by_hand(monkeypatch, tmp_path):
