@@ -243,7 +243,8 @@ def unit(x):
 @torch.no_grad()
 @pytest.mark.parametrize("negatives", ["group", "batch"])
 def test_the_loss_by_hand(negatives):
-    """Contrast of E against PSE both ways round, the expectation, and P's cross-entropy."""
+    """Contrast of E against PSE both ways round, the whole response's distance to its halves, the
+    expectation, and P's cross-entropy."""
     strategist, groups = make_strategist(negatives=negatives), random_features()
     E, PSE = strategist.E, strategist.PSE
     strategist.remember(random_features(B=50, seed=1), torch.zeros(50, 4))
@@ -258,14 +259,19 @@ def test_the_loss_by_hand(negatives):
     achieved = unit(PSE(norm(groups.response)))
     cosines = [expected[b] @ achieved[b, g] for b in range(6) for g in range(4)]
     expectation = 1 - sum(cosines).item() / 24
+    whole = unit(E(norm(groups.response)))
+    near = [whole[b, g] @ unit(PSE(half))[b, g]
+            for half in (first, second) for b in range(6) for g in range(4)]
+    alignment = 1 - sum(near).item() / 48
     chance = strategist.P(strategist.query_norm(queries)).sigmoid()  # (9, 1)
     likelihood = torch.where(correct > 0, chance, 1 - chance)
     success = -likelihood.log().mean().item()
     assert parts["contrastive_loss"] == pytest.approx(contrast, rel=1e-4)
+    assert parts["alignment_loss"] == pytest.approx(alignment, rel=1e-4)
     assert parts["expectation_loss"] == pytest.approx(expectation, rel=1e-4)
     assert parts["success_loss"] == pytest.approx(success, rel=1e-4)
-    whole = (contrast + mirrored) / 2 + expectation + success
-    assert total.item() == pytest.approx(whole, rel=1e-4)
+    together = (contrast + mirrored) / 2 + alignment + expectation + success
+    assert total.item() == pytest.approx(together, rel=1e-4)
     assert abs(contrast - mirrored) > 1e-3
 
 
@@ -509,8 +515,8 @@ def make_habits(seed: int, habits=HABITS) -> tuple[Features, torch.Tensor]:
 
 
 def learn_habits(strategist: Strategist) -> Strategist:
-    """Ten batches, 200 updates."""
-    for number in range(10):
+    """Forty batches, 800 updates."""
+    for number in range(40):
         features, kind = make_habits(number)
         draws = torch.rand(48, 4, generator=seeded("outcomes", number))
         strategist.observe(features, (draws < CHANCES[kind][:, None]).float())
@@ -599,10 +605,12 @@ def best_clusters(points, seed: int) -> list[int]:
 
 
 @pytest.mark.slow
-def test_clusters_of_embeddings_recover_the_true_strategies(real_policy):
+@pytest.mark.parametrize("updates, least", [(8, 0.5), (40, 0.42)])
+def test_clusters_of_embeddings_recover_the_true_strategies(real_policy, updates, least):
     """Thirty rounds on the base policy's responses, then 12 clusters of z_post on responses that
     the networks never saw: normalised mutual information with the true operators, beside that of
-    the raw features."""
+    the raw features. Five times as many updates cost little: a whole response, which is not
+    among the contrasted pairs, stays with its halves (without that 0.34 would be left)."""
     policy = real_policy
     model = accelerate(lora.apply(policy.model))
     strategist, encoder = Strategist(model.config.hidden_size, Config()), BaseEncoder(model, 32)
@@ -616,7 +624,7 @@ def test_clusters_of_embeddings_recover_the_true_strategies(real_policy):
                                   seeded("views", step))
         if step < 30:
             strategist.observe(features, torch.zeros(32, 8))
-            strategist.learn(8, seeded("learn", step))
+            strategist.learn(updates, seeded("learn", step))
         else:
             held_out.append(features)
             labels += [problems[rows][n // 8].strategy_of(text) for n, text in enumerate(responses)]
@@ -628,5 +636,5 @@ def test_clusters_of_embeddings_recover_the_true_strategies(real_policy):
     ours = [mutual_information(best_clusters(z_post, seed), labels) for seed in range(3)]
     theirs = [mutual_information(best_clusters(raw, seed), labels) for seed in range(3)]
     print(f"mutual information with the true strategies: z_post {ours}, raw features {theirs}")
-    assert min(ours) > 0.5
+    assert min(ours) > least
     assert max(theirs) < 0.3

@@ -130,8 +130,9 @@ MUTANTS = (
     ("grpo.py", "rollout.lengths[rows].max())", "rollout.lengths[rows].max()) - 1"),
     ("grpo.py", "(clipped * weight).sum()", "clipped.float().mean()"),
     # What the strategy networks see, learn and remember.
-    ("strategy.py", "expectation = (1 - ", "expectation = (1 + "),
+    ("strategy.py", "expectation = 1 - ", "expectation = 1 + "),
     ("strategy.py", " + expectation + success", " + success"),
+    ("strategy.py", "alignment + expectation", "expectation"),
     ("strategy.py", "(contrast + mirrored) / 2", "contrast"),
     ("strategy.py", "info_nce(first, slow_second,", "info_nce(first, second,"),
     ("strategy.py", "with_logits(logits, correct)", "with_logits(logits, 1 - correct)"),

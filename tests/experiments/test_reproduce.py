@@ -50,8 +50,9 @@ def test_quick_is_a_part_of_its_own(capsys, tmp_path):
     assert stopped.value.code == 2 and "--part tune" in capsys.readouterr().err
 
 
-TUNING = ("tune", "many-tune", "group-tune", "sweep")
-REPORTS = {"main": (20, 5), "many": (20, 5), "others": (20, 5), "group": (30, 10)}  # seed, base
+# The first seed and the first base model of each part.
+TUNING = {"tune": (0, 0), "many-tune": (0, 0), "sweep": (0, 0), "group-tune": (30, 10)}
+REPORTS = {"main": (20, 5), "many": (20, 5), "others": (20, 5), "group": (40, 15)}
 
 
 def test_a_plan_tunes_on_other_problems_seeds_and_base_models_than_it_reports(tmp_path):
@@ -60,7 +61,8 @@ def test_a_plan_tunes_on_other_problems_seeds_and_base_models_than_it_reports(tm
     for part, found in configs.items():
         pairs = {(config.seed, Path(config.cache).name) for config in found}
         if part in TUNING:
-            assert pairs == {(0, "cache"), *((n, f"cache-{n}") for n in range(1, 5))}
+            seed, base = TUNING[part]
+            assert pairs == {(seed + n, f"cache-{base + n}".removesuffix("-0")) for n in range(5)}
             assert {config.eval_split for config in found} == {"validation"}
             assert reproduce.PARTS[part].splits == ("validation",)
         elif part in REPORTS:
