@@ -160,16 +160,17 @@ def find_eos_ids(folder: Path, tokenizer, vocab_size: int, stop: str = "") -> tu
         if (folder / name).exists():
             value = files.read_json(folder / name).get("eos_token_id")
             ids += value if isinstance(value, list) else [value]
-    known = sorted({i for i in ids if type(i) is int and 0 <= i < vocab_size})
+    known = {i for i in ids if type(i) is int and 0 <= i < vocab_size}
     if not known:
         raise ValueError(f"{folder}: no end token in its tokenizer or its config.json")
     if stop:
         text = stop.replace("\\n", "\n")
-        holding = [i for i in range(vocab_size) if text in tokenizer.decode([i])]
+        pieces = tokenizer.batch_decode([[i] for i in range(vocab_size)])
+        holding = {i for i, piece in enumerate(pieces) if text in piece}
         if not holding:
             raise ValueError(f"--stop {stop}: no token holds this text; expected a shorter one")
-        known = sorted({*known, *holding})
-    return tuple(known)
+        known |= holding
+    return tuple(sorted(known))
 
 
 def find_device(name: str) -> str:
