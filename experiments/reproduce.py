@@ -96,8 +96,7 @@ REPORT = {"splits": temperatures.SPLITS, "first_seed": 20, "first_base": 5}
 PARTS = {"main": Part(MAIN, **REPORT), "many": Part(MANY, "countdown-many", **REPORT),
          "tune": Part(TUNE), "many-tune": Part(MANY_TUNE, "countdown-many"), "sweep": Part(SWEEP),
          "group-tune": Part(GROUP_TUNE, "countdown-many", first_seed=30, first_base=10),
-         "group": Part(MANY_GROUP, "countdown-many", **REPORT | {"first_seed": 40,
-                                                                 "first_base": 15}),
+         "group": Part(MANY_GROUP, "countdown-many", ("validation", "test"), 40, 15),
          "others": Part(OTHERS, **REPORT),
          "quick": Part(QUICK, splits=temperatures.SPLITS[:2], first_seed=10, bases=1,
                        problems=100)}
