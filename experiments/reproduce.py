@@ -4,8 +4,8 @@
     python -m experiments.reproduce --quick         three methods, 160 steps
 
 Settings are chosen on validation problems (tune, many-tune, sweep: base models and seeds from 0 on;
-group-tune: base models from 10, seeds from 30) and reported on test problems (main, many, others:
-base models from 5, seeds from 20; group: base models from 15, seeds from 40).
+many-sus-tune: base models from 10, seeds from 30) and reported on test problems (main, others: base
+models from 5, seeds from 20; many: base models from 15, seeds from 40).
 Each run is then measured at several temperatures. Finished runs are kept: after Ctrl-C or a crash
 the same command goes on. measures.jsonl has all numbers, tables.md compares them.
 """
@@ -21,51 +21,42 @@ from support import checkpoint, files, tiny
 from support.config import Config, flag, guard, parse
 
 OTHER = "experiments.rewards:"
-SUS = "--bonus scaled --alpha 16"  # also where it has no effect, so that all settings are written
+SUS = "--bonus scaled --alpha 16"
 PASSK = "--bonus added --gate none --alpha 1 --alpha-decay 0"
 FALLING = "--kl 0.1 --kl-decay 0.03"
 
 
-def grid(weights: tuple[float, ...], more: dict[str, str]) -> dict[str, str]:
-    """Settings of four methods: each with every KL weight, and `more`."""
-    methods = {"sus": f"sus {SUS}", "grpo": f"grpo {SUS}", "focal": f"{OTHER}focal {SUS}",
-               "passk": f"{OTHER}passk {PASSK}"}
-    found = {f"{name}-kl-{kl}": f"{flags} --kl {kl}"
-             for name, flags in methods.items() for kl in weights}
-    return found | more
+def grid(methods: dict[str, str], weights: tuple[float, ...]) -> dict[str, str]:
+    """Each method with every KL weight."""
+    return {f"{name}-kl-{kl}": f"{flags} --kl {kl}"
+            for name, flags in methods.items() for kl in weights}
 
 
 # name: method and flags
-TUNE = grid((0.03, 0.05, 0.1), {
+RIVALS = {"grpo": f"grpo {SUS}", "focal": f"{OTHER}focal {SUS}", "passk": f"{OTHER}passk {PASSK}"}
+TUNE = {f"sus-alpha={alpha}": f"sus --bonus scaled --alpha {alpha} --kl 0.05"
+        for alpha in (2, 4, 8, 16)} | grid(RIVALS, (0.03, 0.05, 0.1)) | {
     "grpo-falling": f"grpo {SUS} {FALLING}", "passk-kl-0.0": f"{OTHER}passk {PASSK} --kl 0.0",
-    "sus-alpha=8": "sus --bonus scaled --alpha 8 --kl 0.05",
-    "focal-alpha=8": f"{OTHER}focal --bonus scaled --alpha 8 --kl 0.05"})
-MANY_TUNE = grid((0.0, 0.01, 0.03, 0.1), {
+    "focal-alpha=8": f"{OTHER}focal --bonus scaled --alpha 8 --kl 0.05"}
+MANY_TUNE = grid(RIVALS, (0.0, 0.01, 0.03, 0.1)) | {
     "grpo-kl-0.2": f"grpo {SUS} --kl 0.2", "passk-kl-0.003": f"{OTHER}passk {PASSK} --kl 0.003",
-    "sus-alpha=8": "sus --bonus scaled --alpha 8 --kl 0.0",
-    "focal-alpha=8": f"{OTHER}focal --bonus scaled --alpha 8 --kl 0.0"})
-BEST = f"{SUS} --kl 0.05"  # by tune
-MAIN = {"sus": TUNE["sus-kl-0.05"], "grpo-kl-0.1": TUNE["grpo-kl-0.1"],
+    "focal-alpha=8": f"{OTHER}focal --bonus scaled --alpha 8 --kl 0.0"}
+GROUP = "--bonus scaled --expectation group --gate correct --kl 0.03"
+MANY_SUS_TUNE = {f"sus-alpha={alpha}": f"sus {GROUP} --alpha {alpha}" for alpha in (4, 8)} | {
+    f"sus-alpha={alpha}-constant": f"sus {GROUP} --alpha {alpha} --alpha-decay 0"
+    for alpha in (1, 4)}
+BEST = TUNE["sus-alpha=2"].removeprefix("sus ")  # by tune
+MAIN = {"sus": f"sus {BEST}", "grpo-kl-0.1": TUNE["grpo-kl-0.1"],
         "grpo-kl-0.03": TUNE["grpo-kl-0.03"], "focal": TUNE["focal-alpha=8"],
         "passk": TUNE["passk-kl-0.0"], "shuffled": f"{OTHER}shuffled {BEST}",
         "random": f"{OTHER}random_embeddings {BEST}"}
-STAY = f"{SUS} --kl 0.1"  # by many-tune
-MANY = {"sus": MANY_TUNE["sus-kl-0.1"], "grpo-kl-0.1": MANY_TUNE["grpo-kl-0.1"],
-        "grpo-kl-0.03": MANY_TUNE["grpo-kl-0.03"], "grpo-kl-0.2": MANY_TUNE["grpo-kl-0.2"],
-        "focal": MANY_TUNE["focal-kl-0.1"], "passk": MANY_TUNE["passk-kl-0.003"],
-        "shuffled": f"{OTHER}shuffled {STAY}", "random": f"{OTHER}random_embeddings {STAY}",
-        "group_oracle": f"{OTHER}group_oracle {STAY}"}
-GROUP = "--bonus scaled --expectation group --gate correct --kl 0.03"
-GROUP_TUNE = {"sus-alpha=4": f"sus {GROUP} --alpha 4", "sus-alpha=8": f"sus {GROUP} --alpha 8"} | {
-    f"sus-alpha={alpha}-constant": f"sus {GROUP} --alpha {alpha} --alpha-decay 0"
-    for alpha in (1, 4)}
-WAYS = GROUP_TUNE["sus-alpha=4"].removeprefix("sus ")  # by group-tune
-MANY_GROUP = {"sus": f"sus {WAYS}", "grpo-kl-0.1": MANY["grpo-kl-0.1"], "focal": MANY["focal"],
-              "grpo-kl-0.2": MANY["grpo-kl-0.2"], "shuffled": f"{OTHER}shuffled {WAYS}",
-              "random": f"{OTHER}random_embeddings {WAYS}"}
+WAYS = MANY_SUS_TUNE["sus-alpha=4"].removeprefix("sus ")  # by many-sus-tune
+MANY = {"sus": f"sus {WAYS}", "grpo-kl-0.1": MANY_TUNE["grpo-kl-0.1"],
+        "grpo-kl-0.2": MANY_TUNE["grpo-kl-0.2"], "focal": MANY_TUNE["focal-kl-0.1"],
+        "shuffled": f"{OTHER}shuffled {WAYS}", "random": f"{OTHER}random_embeddings {WAYS}"}
 QUICK = {"sus": MAIN["sus"], "grpo": f"grpo {BEST}", "shuffled": MAIN["shuffled"]}
 SWEEP = {"sus": MAIN["sus"]} | {name: f"{MAIN['sus']} --{name.replace('_', '-')}" for name in (
-    "alpha=4", "alpha=32", "lambda_ss=0.5", "lambda_ss=2", "lambda_sus=0.25", "lambda_sus=1",
+    "alpha=1", "alpha=4", "lambda_ss=0.5", "lambda_ss=2", "lambda_sus=0.25", "lambda_sus=1",
     "kl=0.03", "kl=0.1")}
 OTHERS = {"sus": MAIN["sus"]} | {name: f"{OTHER}{name} {BEST}" for name in (
     "ss_focal", "flat", "novelty", "repository", "elliptical", "uniqueness", "count", "rnd")} | {
@@ -93,10 +84,10 @@ class Part:
 
 
 REPORT = {"splits": temperatures.SPLITS, "first_seed": 20, "first_base": 5}
-PARTS = {"main": Part(MAIN, **REPORT), "many": Part(MANY, "countdown-many", **REPORT),
-         "tune": Part(TUNE), "many-tune": Part(MANY_TUNE, "countdown-many"), "sweep": Part(SWEEP),
-         "group-tune": Part(GROUP_TUNE, "countdown-many", first_seed=30, first_base=10),
-         "group": Part(MANY_GROUP, "countdown-many", ("validation", "test"), 40, 15),
+PARTS = {"main": Part(MAIN, **REPORT), "tune": Part(TUNE), "sweep": Part(SWEEP),
+         "many": Part(MANY, "countdown-many", ("validation", "test"), 40, 15),
+         "many-tune": Part(MANY_TUNE, "countdown-many"),
+         "many-sus-tune": Part(MANY_SUS_TUNE, "countdown-many", first_seed=30, first_base=10),
          "others": Part(OTHERS, **REPORT),
          "quick": Part(QUICK, splits=temperatures.SPLITS[:2], first_seed=10, bases=1,
                        problems=100)}

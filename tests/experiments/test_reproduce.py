@@ -51,8 +51,8 @@ def test_quick_is_a_part_of_its_own(capsys, tmp_path):
 
 
 # The first seed and the first base model of each part.
-TUNING = {"tune": (0, 0), "many-tune": (0, 0), "sweep": (0, 0), "group-tune": (30, 10)}
-REPORTS = {"main": (20, 5), "many": (20, 5), "others": (20, 5), "group": (40, 15)}
+TUNING = {"tune": (0, 0), "many-tune": (0, 0), "sweep": (0, 0), "many-sus-tune": (30, 10)}
+REPORTS = {"main": (20, 5), "others": (20, 5), "many": (40, 15)}
 
 
 def test_a_plan_tunes_on_other_problems_seeds_and_base_models_than_it_reports(tmp_path):
