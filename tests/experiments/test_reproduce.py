@@ -115,8 +115,8 @@ def test_base_models_are_built_with_their_own_seeds(tmp_path, monkeypatch):
     with pytest.raises(SystemExit):  # there is nothing to compare
         reproduce.main(["--part", "many", "--seeds", "2", "--folder", str(tmp_path),
                         "--cache", str(tmp_path / "base")])
-    assert built == [("countdown-many", tmp_path / "base-5", 5),
-                     ("countdown-many", tmp_path / "base-6", 6)]
+    assert built == [("countdown-many", tmp_path / "base-15", 15),
+                     ("countdown-many", tmp_path / "base-16", 16)]
 
 
 def test_a_small_reproduction_goes_on_after_a_failure(cache, tmp_path, monkeypatch, capsys):
