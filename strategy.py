@@ -8,10 +8,10 @@ x is a frozen encoder's mean state over tokens, standardised by running statisti
 own base model after its first layer's attention (in higher layers the problem's numbers hide the
 strategy), or of a sentence encoder (support/sentences.py). M is in support/equations.py.
 
-What E learns. Two random halves of a response's tokens belong together, and the whole with them, or
-all whole responses would end at one point. Negatives of InfoNCE are the *other responses to the
-same query*: they share the problem's numbers, so only the way of solving tells them apart. E(query)
-is drawn towards PSE of its responses: the expected strategy; SS is a response's distance from it.
+What E learns. Two random halves of a response's tokens lie close, the halves of *other responses to
+the same query* far (InfoNCE): those share its numbers, so only the way of solving differs. Whole
+responses, which SS compares, are in no such pair and would become ever more alike, so each is drawn
+to its halves. E(query) is drawn to PSE of its responses; SS is a response's distance from it.
 
 What a policy does changes within steps, so E learns from the newest groups. What it can do changes
 slowly, so P learns from a long record. No gradient passes between the policy and these networks.
@@ -265,9 +265,9 @@ class Strategist(Learner):
 
     def loss(self, groups: Features, queries: Tensor, correct: Tensor) -> tuple[Tensor, dict]:
         """The strategy prediction loss and its parts. P learns from queries and correct (n, G)."""
-        # E: halves of one response belong together and with the whole, other responses do not.
+        # E: halves of a response lie close, those of others far, and the whole near its halves.
         same, negatives = same_responses(groups.response), self.config.negatives
-        states = torch.cat((groups.views, groups.response[:, :, None]), dim=2)  # (B, G, 3, D)
+        states = torch.cat((groups.views, groups.response[:, :, None]), 2)  # (B, G, 3, D)
         first, second, whole = F.normalize(self.E(self.response_norm(states)), dim=-1).unbind(2)
         slow_first, slow_second, achieved = self.achieved(states).unbind(2)  # (B, G, d) each
         contrast, accuracy = info_nce(first, slow_second, same, negatives)
@@ -275,12 +275,12 @@ class Strategist(Learner):
         alignment = 1 - (whole * (slow_first + slow_second) / 2).sum(-1).mean()
         # E(query): the strategy to expect is what the responses to this query do.
         expectation = 1 - (self.expected(groups.query)[:, None] * achieved).sum(-1).mean()
-        # P(query): how often was it solved?
-        logits = self.P(self.query_norm(queries)).expand_as(correct)
+        logits = self.P(self.query_norm(queries)).expand_as(correct)  # P: how often was it solved?
         success = F.binary_cross_entropy_with_logits(logits, correct)
         total = (contrast + mirrored) / 2 + alignment + expectation + success
-        losses = {"contrastive_loss": contrast, "contrastive_accuracy": accuracy, "alignment_loss":
-                  alignment, "expectation_loss": expectation, "success_loss": success}
+        losses = {"contrastive_loss": contrast, "contrastive_accuracy": accuracy,
+                  "expectation_loss": expectation, "alignment_loss": alignment,
+                  "success_loss": success}
         return total, {name: value.item() for name, value in losses.items()}
 
     def learn(self, updates: int, generator: torch.Generator) -> dict[str, float]:

@@ -2,13 +2,13 @@
 
     python -m experiments.plot runs/reproduce/main          every figure that these runs can show
     python -m experiments.plot runs/a runs/b --output figures
-    python -m experiments.plot results/main.jsonl           the figure `temperatures`
+    python -m experiments.plot results/main.jsonl --output figures    the figure `temperatures`
 
 Runs whose folders differ only in the number at the end are seeds of one setting: they share a line,
 with the 95 % interval of their mean as a band.
 
     temperatures        pass@1 against pass@16 and against coverage as the temperature rises, from
-                        the lines that experiments.reproduce writes into measures.jsonl
+                        the measures.jsonl that experiments.reproduce or .temperatures writes
     story, diversity, intrinsic, losses, training    metrics over the steps; dotted: the entropy of
                         a policy that is always right, with one strategy per problem or with all
     passes, ablation    pass@k against k; both parts of SuS, either part, none
@@ -33,11 +33,12 @@ OVER_STEPS = {
     "story": ("pass@1", "pass@5", "strategy_entropy"),
     "diversity": ("strategy_entropy", "cluster_entropy"),
     "intrinsic": ("ss", "sus", "bonus_share"),
-    "losses": ("loss", "contrastive_loss", "expectation_loss", "success_loss", "world_loss"),
+    "losses": ("loss", "contrastive_loss", "alignment_loss", "expectation_loss", "success_loss",
+               "world_loss"),
     "training": ("correct", "entropy", "kl")}
-# First in the legends; with all of them the others of the part main or many are left out.
+# First in the legends; where all of these are, ASIDE is left out.
 MAIN = ("sus", "grpo-kl-0.1", "grpo-kl-0.03", "passk", "focal", "shuffled")
-ASIDE = ("random", "group_oracle", "grpo-kl-0.0")
+ASIDE = "random"
 # Okabe and Ito's colours, which people with colour blindness can tell apart, and two more.
 PALETTE = "#0072B2 #D55E00 #56B4E9 #CC79A7 #009E73 #E69F00 #F0E442 #000000 #999999 #882255".split()
 Panels = dict[str, list[tuple]]  # of a figure: heading -> points (name, x, y)
@@ -93,6 +94,10 @@ def find_runs(paths: list[str]) -> list[Run]:
     return sorted(longest.values(), key=lambda run: (order.index(run.name), run.seed))
 
 
+def choose_shown(names) -> list[str]:
+    return [name for name in dict.fromkeys(names) if name != ASIDE or not set(MAIN) <= set(names)]
+
+
 def over_steps(runs: list[Run], metrics: tuple[str, ...]) -> Panels:
     lines = [(run.name, line) for run in runs for line in run.evaluations + run.metrics]
     return {f"{metric} by step": [(name, line["step"], line.get(metric)) for name, line in lines]
@@ -102,7 +107,7 @@ def over_steps(runs: list[Run], metrics: tuple[str, ...]) -> Panels:
 def over_temperatures(lines: list[dict]) -> Panels:
     """Means over seeds, on test problems if there are any."""
     curves = read_curves(lines, "test") or read_curves(lines, "validation")
-    shown = [name for name in curves if name not in ASIDE or not curves.keys() >= set(MAIN)]
+    shown = choose_shown(curves)
     return {f"{y} by {x}": [(name, point[x], point[y]) for name in shown
                             for point in mean_curve(curves[name], [x, y])]
             for y, x in known(curves, MATCHED[:2])}
@@ -206,8 +211,8 @@ def draw_figure(panels: Panels, file: Path, perfect: dict[str, float]) -> None:
 
 def draw(runs: list[Run], output: Path) -> list[Path]:
     """Write every figure that these runs can show -> the files."""
-    is_main = {run.name for run in runs}.issuperset(MAIN)
-    shown = [run for run in runs if run.name not in ASIDE or not is_main]
+    names = choose_shown([run.name for run in runs])
+    shown = [run for run in runs if run.name in names]
     figures = {name: over_steps(shown, metrics) for name, metrics in OVER_STEPS.items()}
     figures |= {"passes": passes(shown), "ablation": ablation(runs),
                 "sensitivity": sensitivity(runs), "embeddings": embeddings(shown)}
@@ -224,8 +229,12 @@ def draw(runs: list[Run], output: Path) -> list[Path]:
 
 
 def draw_temperatures(lines: list[dict], output: Path) -> Path:
+    try:
+        panels = over_temperatures(lines)
+    except (KeyError, TypeError, IndexError, StopIteration) as error:
+        raise ValueError(f"no measures, or of another version: {error!r}") from None
     output.mkdir(parents=True, exist_ok=True)
-    draw_figure(over_temperatures(lines), output / "temperatures.png", {})
+    draw_figure(panels, output / "temperatures.png", {})
     return output / "temperatures.png"
 
 
@@ -238,10 +247,13 @@ def main(argv: list[str] | None = None) -> None:
     first = Path(arguments.runs[0])
     with guard():
         if first.is_file():
+            if len(arguments.runs) > 1:
+                raise ValueError("a file of measures is drawn alone: name one file, or run folders")
             lines = read_lines(first, key="split")
-            return print(draw_temperatures(lines, Path(arguments.output or first.parent)))
-        for file in draw(find_runs(arguments.runs), Path(arguments.output or first)):
-            print(file)
+            drawn = [draw_temperatures(lines, Path(arguments.output or first.parent))]
+        else:
+            drawn = draw(find_runs(arguments.runs), Path(arguments.output or first))
+        print(*drawn, sep="\n")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from support import checkpoint, files, tiny
 from support.config import Config, flag, guard, parse
 
 OTHER = "experiments.rewards:"
-SUS = "--bonus scaled --alpha 16"
+SCALED = "--bonus scaled --alpha 16"  # without effect on grpo, written so that no default counts
 PASSK = "--bonus added --gate none --alpha 1 --alpha-decay 0"
 FALLING = "--kl 0.1 --kl-decay 0.03"
 
@@ -33,18 +33,20 @@ def grid(methods: dict[str, str], weights: tuple[float, ...]) -> dict[str, str]:
 
 
 # name: method and flags
-RIVALS = {"grpo": f"grpo {SUS}", "focal": f"{OTHER}focal {SUS}", "passk": f"{OTHER}passk {PASSK}"}
+RIVALS = {"grpo": f"grpo {SCALED}", "focal": f"{OTHER}focal {SCALED}",
+          "passk": f"{OTHER}passk {PASSK}"}
 TUNE = {f"sus-alpha={alpha}": f"sus --bonus scaled --alpha {alpha} --kl 0.05"
         for alpha in (2, 4, 8, 16)} | grid(RIVALS, (0.03, 0.05, 0.1)) | {
-    "grpo-falling": f"grpo {SUS} {FALLING}", "passk-kl-0.0": f"{OTHER}passk {PASSK} --kl 0.0",
+    "grpo-falling": f"grpo {SCALED} {FALLING}", "passk-kl-0.0": f"{OTHER}passk {PASSK} --kl 0.0",
     "focal-alpha=8": f"{OTHER}focal --bonus scaled --alpha 8 --kl 0.05"}
 MANY_TUNE = grid(RIVALS, (0.0, 0.01, 0.03, 0.1)) | {
-    "grpo-kl-0.2": f"grpo {SUS} --kl 0.2", "passk-kl-0.003": f"{OTHER}passk {PASSK} --kl 0.003",
+    "grpo-kl-0.2": f"grpo {SCALED} --kl 0.2", "passk-kl-0.003": f"{OTHER}passk {PASSK} --kl 0.003",
     "focal-alpha=8": f"{OTHER}focal --bonus scaled --alpha 8 --kl 0.0"}
 GROUP = "--bonus scaled --expectation group --gate correct --kl 0.03"
 MANY_SUS_TUNE = {f"sus-alpha={alpha}": f"sus {GROUP} --alpha {alpha}" for alpha in (4, 8)} | {
     f"sus-alpha={alpha}-constant": f"sus {GROUP} --alpha {alpha} --alpha-decay 0"
-    for alpha in (1, 4)}
+    for alpha in (1, 4)} | {name: MANY_TUNE[name] for name in (
+        "grpo-kl-0.1", "grpo-kl-0.2", "focal-kl-0.1")}
 BEST = TUNE["sus-alpha=2"].removeprefix("sus ")  # by tune
 MAIN = {"sus": f"sus {BEST}", "grpo-kl-0.1": TUNE["grpo-kl-0.1"],
         "grpo-kl-0.03": TUNE["grpo-kl-0.03"], "focal": TUNE["focal-alpha=8"],
@@ -85,7 +87,8 @@ class Part:
 
 REPORT = {"splits": temperatures.SPLITS, "first_seed": 20, "first_base": 5}
 PARTS = {"main": Part(MAIN, **REPORT), "tune": Part(TUNE), "sweep": Part(SWEEP),
-         "many": Part(MANY, "countdown-many", ("validation", "test"), 40, 15),
+         "many": Part(MANY, "countdown-many", temperatures.SPLITS[:2], first_seed=40,
+                      first_base=15),
          "many-tune": Part(MANY_TUNE, "countdown-many"),
          "many-sus-tune": Part(MANY_SUS_TUNE, "countdown-many", first_seed=30, first_base=10),
          "others": Part(OTHERS, **REPORT),

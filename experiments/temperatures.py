@@ -2,7 +2,8 @@
 
     python -m experiments.temperatures runs/sus-1 runs/grpo-1 --splits validation test
 
-Each run folder gets temperatures.jsonl, a line per split and temperature, which is used again.
+Each run folder gets temperatures.jsonl, a line per split and temperature, which is used again;
+--output writes all lines into one file, from which experiments.compare and .plot read.
 Runs whose folders differ only in the number at the end are seeds of one setting. The tables are
 those of experiments.compare. --base measures the runs' base models instead, into base.jsonl.
 """
@@ -91,13 +92,17 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--splits", nargs="+", default=["validation", "test"], choices=SPLITS)
     parser.add_argument("--problems", type=int, default=400, help="of each split (default 400)")
     parser.add_argument("--base", action="store_true", help="the base models of these runs")
+    parser.add_argument("--output", type=Path, help="also write all lines to this .jsonl file")
     arguments = parser.parse_args(argv)
     with guard(lambda: "The same command goes on from here."):
         if arguments.problems < 1:
             raise ValueError(f"--problems {arguments.problems}: expected 1 or more")
         for folder in arguments.runs:
             measure_run(folder, arguments.splits, arguments.problems, arguments.base)
-        print(compare.make_tables(read_measures(arguments.runs, tuple(arguments.splits))))
+        lines = read_measures(arguments.runs, tuple(arguments.splits))
+        if arguments.output:
+            files.write_lines(arguments.output, lines)
+        print(compare.make_tables(lines))
 
 
 if __name__ == "__main__":

@@ -293,6 +293,15 @@ def test_equal_responses_of_a_group_are_not_contrasted():
     assert parts["contrastive_loss"] > 0.1
 
 
+def test_a_whole_response_is_drawn_to_its_halves():
+    """The alignment is the only term through which E learns of whole responses."""
+    strategist, groups = make_strategist(), random_features()
+    groups.response.requires_grad_()
+    total, _ = strategist.loss(groups, torch.zeros(9, 10), torch.zeros(9, 4))
+    total.backward()
+    assert groups.response.grad.abs().sum() > 0
+
+
 def test_everything_learns_but_the_momentum_head():
     strategist, queries = make_strategist(), random_features(seed=1).query
     strategist.remember(random_features(B=50, seed=2), torch.zeros(50, 4))
@@ -515,7 +524,7 @@ def make_habits(seed: int, habits=HABITS) -> tuple[Features, torch.Tensor]:
 
 
 def learn_habits(strategist: Strategist) -> Strategist:
-    """Forty batches, 800 updates."""
+    """Forty batches, 800 updates: the alignment of wholes and halves slows the first ones."""
     for number in range(40):
         features, kind = make_habits(number)
         draws = torch.rand(48, 4, generator=seeded("outcomes", number))
@@ -605,12 +614,12 @@ def best_clusters(points, seed: int) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("updates, least", [(8, 0.5), (40, 0.42)])
+@pytest.mark.parametrize("updates, least", [(12, 0.5), (40, 0.42)])
 def test_clusters_of_embeddings_recover_the_true_strategies(real_policy, updates, least):
     """Thirty rounds on the base policy's responses, then 12 clusters of z_post on responses that
     the networks never saw: normalised mutual information with the true operators, beside that of
-    the raw features. Five times as many updates cost little: a whole response, which is not
-    among the contrasted pairs, stays with its halves (without that 0.34 would be left)."""
+    the raw features. After three times as many updates whole responses, which are in no contrasted
+    pair, still lie with their halves (without the alignment 0.34 would be left)."""
     policy = real_policy
     model = accelerate(lora.apply(policy.model))
     strategist, encoder = Strategist(model.config.hidden_size, Config()), BaseEncoder(model, 32)

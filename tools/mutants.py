@@ -133,6 +133,7 @@ MUTANTS = (
     ("strategy.py", "expectation = 1 - ", "expectation = 1 + "),
     ("strategy.py", " + expectation + success", " + success"),
     ("strategy.py", "alignment + expectation", "expectation"),
+    ("strategy.py", "(whole * (slow", "(whole.detach() * (slow"),
     ("strategy.py", "(contrast + mirrored) / 2", "contrast"),
     ("strategy.py", "info_nce(first, slow_second,", "info_nce(first, second,"),
     ("strategy.py", "with_logits(logits, correct)", "with_logits(logits, 1 - correct)"),

@@ -121,6 +121,23 @@ def test_a_file_of_measures_is_drawn(tmp_path, capsys):
         assert image.format == "PNG"
 
 
+@pytest.mark.parametrize("text", ["", "{}\n", '{"split": "test"}\n',
+                                  '{"split": "test", "temperature": 1, "name": "a", "seed": 0}\n'])
+def test_measures_that_cannot_be_drawn_are_one_line(text, tmp_path, capsys):
+    (tmp_path / "main.jsonl").write_text(text)
+    with pytest.raises(SystemExit) as stopped:
+        plot.main([str(tmp_path / "main.jsonl")])
+    assert stopped.value.code == 2 and capsys.readouterr().err.count("\n") == 1
+    assert not (tmp_path / "temperatures.png").exists()
+
+
+def test_only_one_file_of_measures_is_drawn(tmp_path, capsys):
+    write_lines(tmp_path / "main.jsonl", make_measures())
+    with pytest.raises(SystemExit):
+        plot.main([str(tmp_path / "main.jsonl")] * 2)
+    assert "alone" in capsys.readouterr().err
+
+
 def test_entropies_of_perfect_policies_by_hand(monkeypatch, tmp_path):
     """Two problems that both `++` solves and one of them also `+-`."""
     make_run(tmp_path / "sus-1", "sus", 1, eval_problems=2)

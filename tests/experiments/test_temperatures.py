@@ -32,8 +32,9 @@ def test_a_run_is_measured_once_at_every_temperature(cache, tmp_path, capsys, mo
         ("mine", 0, cache.name, "countdown")}
     with monkeypatch.context() as patch:
         patch.setattr(evaluate, "evaluate", None)  # may not be called again
-        temperatures.main(command)
+        temperatures.main([*command, "--output", str(tmp_path / "all.jsonl")])
         assert capsys.readouterr().out == table
+    assert files.read_lines(tmp_path / "all.jsonl", key="split") == short
     temperatures.measure_run(folder, ["validation"], 3)  # another number of problems is not that
     lines = files.read_lines(folder / "temperatures.jsonl", key="split")
     assert [line["problems"] for line in lines] == [3] * 5  # in place of the others
