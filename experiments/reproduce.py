@@ -47,7 +47,7 @@ MANY_SUS_TUNE = {f"sus-alpha={alpha}": f"sus {GROUP} --alpha {alpha}" for alpha 
     f"sus-alpha={alpha}-constant": f"sus {GROUP} --alpha {alpha} --alpha-decay 0"
     for alpha in (1, 4)} | {name: MANY_TUNE[name] for name in (
         "grpo-kl-0.1", "grpo-kl-0.2", "focal-kl-0.1")}
-BEST = TUNE["sus-alpha=2"].removeprefix("sus ")  # by tune
+BEST = TUNE["sus-alpha=4"].removeprefix("sus ")  # by tune
 MAIN = {"sus": f"sus {BEST}", "grpo-kl-0.1": TUNE["grpo-kl-0.1"],
         "grpo-kl-0.03": TUNE["grpo-kl-0.03"], "focal": TUNE["focal-alpha=8"],
         "passk": TUNE["passk-kl-0.0"], "shuffled": f"{OTHER}shuffled {BEST}",
@@ -58,7 +58,7 @@ MANY = {"sus": f"sus {WAYS}", "grpo-kl-0.1": MANY_TUNE["grpo-kl-0.1"],
         "shuffled": f"{OTHER}shuffled {WAYS}", "random": f"{OTHER}random_embeddings {WAYS}"}
 QUICK = {"sus": MAIN["sus"], "grpo": f"grpo {BEST}", "shuffled": MAIN["shuffled"]}
 SWEEP = {"sus": MAIN["sus"]} | {name: f"{MAIN['sus']} --{name.replace('_', '-')}" for name in (
-    "alpha=1", "alpha=4", "lambda_ss=0.5", "lambda_ss=2", "lambda_sus=0.25", "lambda_sus=1",
+    "alpha=2", "alpha=8", "lambda_ss=0.5", "lambda_ss=2", "lambda_sus=0.25", "lambda_sus=1",
     "kl=0.03", "kl=0.1")}
 OTHERS = {"sus": MAIN["sus"]} | {name: f"{OTHER}{name} {BEST}" for name in (
     "ss_focal", "flat", "novelty", "repository", "elliptical", "uniqueness", "count", "rnd")} | {

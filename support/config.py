@@ -69,7 +69,7 @@ class Config:
 
     method: str = flag("sus", "what is rewarded beside correctness: sus, ss, surprise, perplexity, "
                        "grpo (nothing), or module:function", group="The intrinsic reward")
-    alpha: float = flag(2.0, "scale of the intrinsic reward; the paper has 0.3")
+    alpha: float = flag(4.0, "scale of the intrinsic reward; the paper has 0.3")
     alpha_decay: float = flag(1.0, "share of the run over which alpha falls to zero; 0: constant",
                               high=1)
     bonus: str = flag("scaled", "r = c + alpha r_int, or correct responses scaled by 1 + alpha "
