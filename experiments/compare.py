@@ -168,6 +168,10 @@ def percent(values: list[float], sign: str = "") -> str:
         f" ± {100 * half:.{digits}f}" if len(values) > 1 else "")
 
 
+def name_p(p: float) -> str:
+    return f"p {p:.3f}" if p >= 0.001 else "p < 0.001"
+
+
 def as_table(head: list[str], rows: list[list[str]]) -> str:
     return "".join(f"| {' | '.join(row)} |\n" for row in [head, ["---"] * len(head), *rows])
 
@@ -213,7 +217,7 @@ def differences_table(curves: Curves, validation: Curves, goals: tuple[str, ...]
                if len(values) > 1 and np.isfinite(values).all()}
     p_values = dict(zip(planned, holm([p_value(values) for values in planned.values()])))
     lines = [[name, *(percent(values, "+") + (
-        f", p {p_values[name, measure]:.3f}" if (name, measure) in p_values else "")
+        f", {name_p(p_values[name, measure])}" if (name, measure) in p_values else "")
         for measure, values in cells.items())] for name, cells in rows.items()]
     return as_table([f"{first} over, per cent", *next(iter(rows.values()))], lines) if rows else ""
 

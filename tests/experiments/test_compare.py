@@ -228,3 +228,8 @@ def test_the_command_reads_a_file(tmp_path, capsys):
     with pytest.raises(SystemExit):
         compare.main([str(file)])
     assert "line 1" in capsys.readouterr().err
+
+
+def test_a_small_p_is_not_called_zero():
+    assert [compare.name_p(p) for p in (0.0149, 0.001, 0.0009)] == ["p 0.015", "p 0.001",
+                                                                    "p < 0.001"]
