@@ -18,7 +18,7 @@ from support import files
 from support.config import Config
 
 CLUSTERS = 12
-EPOCHS = 32  # in which the strategy head sees all groups
+EPOCHS = 96  # in which the strategy head sees all groups
 
 
 def nearest(points: Tensor, centres: Tensor) -> Tensor:

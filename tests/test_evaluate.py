@@ -192,7 +192,7 @@ def tiny_policy(cache):
 
 @pytest.mark.slow
 def test_the_tiny_model_lands_where_exploration_matters(real_policy, monkeypatch):
-    monkeypatch.setattr(clustering, "EPOCHS", 32)  # the real ones
+    monkeypatch.setattr(clustering, "EPOCHS", 96)  # the real ones
     accelerate(real_policy.model)
     config = real_policy.config
     problems = data.load("countdown", "test", 100)
