@@ -31,6 +31,9 @@ PRIMARY = ("passk", "focal", "shuffled", "random")
 GOALS = {"countdown": ("pass@1", "pass@5"), "countdown-many": ("coverage at equal pass@1",)}
 # Student's t, 97.5 %, by degrees of freedom; beyond them 1.96 + 2.5 / degrees is close.
 STUDENT = (np.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+NUMBER = int | float
+FIELDS = {"name": str, "seed": int, "base": str, "data": str, "split": str, "problems": int,
+          "temperature": NUMBER, "pass@1": NUMBER, "pass@5": NUMBER, "pass@16": NUMBER}
 Curves = dict[str, dict[int, list[dict]]]  # setting -> seed -> lines by rising temperature
 
 
@@ -71,6 +74,14 @@ def holm(p_values: list[float]) -> list[float]:
 
 
 def read_curves(lines: list[dict], split: str) -> Curves:
+    """What was measured on the problems of a split; refuses runs that do not belong together."""
+    if not lines:
+        raise ValueError("there is nothing to compare: no run was measured")
+    for line in lines:
+        odd = [key for key, kind in FIELDS.items() if not isinstance(line.get(key), kind)]
+        if odd:
+            raise ValueError("a line to compare is damaged or of another version, see its "
+                             f"{', '.join(odd)}")
     curves: Curves = {}
     for line in sorted(lines, key=lambda line: line["temperature"]):
         if line["split"] == split:
@@ -224,24 +235,19 @@ def differences_table(curves: Curves, validation: Curves, goals: tuple[str, ...]
 
 def make_tables(lines: list[dict]) -> str:
     """All tables of a file; without test problems, what was measured on validation."""
-    if not lines:
-        raise ValueError("there is nothing to compare: no run was measured")
+    validation = read_curves(lines, "validation")
+    splits = [split for split in ("test", "test-drawn") if read_curves(lines, split)]
     text = ""
-    try:
-        validation = read_curves(lines, "validation")
-        splits = [split for split in ("test", "test-drawn") if read_curves(lines, split)]
-        for split in splits or ["validation"]:
-            curves = read_curves(lines, split)
-            chosen = {name: validation.get(name, curves[name]) for name in curves}
-            seeds = max(len(each) for each in curves.values())
-            where = "validation" if validation.keys() >= curves.keys() else f"these {split}"
-            goals = GOALS.get(lines[0]["data"], ()) if split == "test" else ()
-            text += (f"{split} problems, seeds: {seeds}; mean ± half of its 95 % interval; "
-                     f"temperatures chosen on {where} problems\n\n"
-                     f"{settings_table(curves, chosen)}\n"
-                     f"{differences_table(curves, chosen, goals)}\n")
-    except (KeyError, TypeError, IndexError, StopIteration) as error:
-        raise ValueError(f"a line to compare is damaged or of another version: {error!r}") from None
+    for split in splits or ["validation"]:
+        curves = read_curves(lines, split)
+        chosen = {name: validation.get(name, curves[name]) for name in curves}
+        seeds = max(len(each) for each in curves.values())
+        where = "validation" if validation.keys() >= curves.keys() else f"these {split}"
+        goals = GOALS.get(lines[0]["data"], ()) if split == "test" else ()
+        text += (f"{split} problems, seeds: {seeds}; mean ± half of its 95 % interval; "
+                 f"temperatures chosen on {where} problems\n\n"
+                 f"{settings_table(curves, chosen)}\n"
+                 f"{differences_table(curves, chosen, goals)}\n")
     return text
 
 
