@@ -111,6 +111,26 @@ def count_labels(labels: list[list]) -> tuple[list, Tensor]:
     return names, torch.tensor(counts, dtype=torch.float64)
 
 
+def bootstrap_weights(n: int, seed: int) -> Tensor:
+    """(1 + DRAWS, n): row 0 counts every problem once, the others draw n with replacement."""
+    drawn = torch.randint(n, (DRAWS, n), generator=torch.Generator().manual_seed(seed))
+    weights = torch.zeros(DRAWS, n).scatter_add_(1, drawn, torch.ones(DRAWS, n))
+    return torch.cat((torch.ones(1, n), weights)).double()
+
+
+def strategy_entropies(counts: Tensor, right: Tensor, weights: Tensor) -> dict[str, Tensor]:
+    """counts (n, K) of each problem's legal responses by strategy, right (n, K') of the correct
+    ones, weights (draws, n) of the problems -> measures (draws,)."""
+    draws = entropy(weights @ counts)
+    # I(problem; strategy) = H(strategy) - H(strategy | problem), among legal responses.
+    legal = counts.sum(1)
+    given = weights @ (corrected_entropy(counts) * legal) / (weights @ legal).clamp(min=1)
+    solved = (right.sum(1) > 0).double()  # problems with a correct response
+    choice = weights @ (corrected_entropy(right) * solved)
+    return {"strategy_entropy": centre(draws), "strategy_information": centre(draws - given),
+            "strategy_choice": choice / (weights @ solved).clamp(min=1)}
+
+
 def measure(problems: list, groups: list[list[str]], clusters: list[list[int]] | None = None,
             seed: int = 0) -> dict:
     """Judge each problem's responses -> metrics and intervals; None where a task cannot tell."""
@@ -122,38 +142,22 @@ def measure(problems: list, groups: list[list[str]], clusters: list[list[int]] |
     shares["distinct"] = [len(set(group)) / samples for group in groups]
     if hasattr(problems[0], "valid"):
         shares["valid"] = [sum(map(problem.valid, group)) / samples for problem, group in pairs]
-    counts, strategies = {}, None
+    weights, values, strategies = bootstrap_weights(n, seed), {}, None
     if clusters:
-        counts["cluster_entropy"] = count_labels(clusters)[1]
+        values["cluster_entropy"] = centre(entropy(weights @ count_labels(clusters)[1]))
     if hasattr(problems[0], "strategy_of"):
         labels = [[problem.strategy_of(text) for text in group] for problem, group in pairs]
-        names, counts["strategy_entropy"] = count_labels(labels)
-        total = counts["strategy_entropy"].sum(0)
+        right = [[label if c else None for label, c in zip(*rows)] for rows in zip(labels, judged)]
+        names, counts = count_labels(labels)
+        values |= strategy_entropies(counts, count_labels(right)[1], weights)
+        total = counts.sum(0)
         shares_of = (total / total.sum().clamp(min=1)).tolist()
         strategies = {name: share for name, share in zip(names, shares_of) if name}
-        right = [[label if c else None for label, c in zip(*rows)] for rows in zip(labels, judged)]
-        right_counts = count_labels(right)[1]
         if hasattr(problems[0], "strategies"):
             shares["coverage"] = [len(set(row) - {None}) / max(len(problem.strategies), 1)
                                   for problem, row in zip(problems, right)]
-
-    # Row 0 counts every problem once, the others are draws of n problems with replacement.
-    drawn = torch.randint(n, (DRAWS, n), generator=torch.Generator().manual_seed(seed))
-    weights = torch.zeros(DRAWS, n).scatter_add_(1, drawn, torch.ones(DRAWS, n))
-    weights = torch.cat((torch.ones(1, n), weights)).double()
-    values = {name: weights @ torch.tensor(share, dtype=torch.float64) / n
-              for name, share in shares.items()}
-    for name, table in counts.items():
-        draws = entropy(weights @ table)
-        values[name] = centre(draws)
-        if name == "strategy_entropy":
-            # I(problem; strategy) = H(strategy) - H(strategy | problem), among legal responses.
-            legal = table.sum(1)
-            given = weights @ (corrected_entropy(table) * legal) / (weights @ legal).clamp(min=1)
-            values["strategy_information"] = centre(draws - given)
-            some = (right_counts.sum(1) > 0).double()  # problems with a correct response
-            choice = weights @ (corrected_entropy(right_counts) * some)
-            values["strategy_choice"] = choice / (weights @ some).clamp(min=1)
+    values |= {name: weights @ torch.tensor(share, dtype=torch.float64) / n
+               for name, share in shares.items()}
     quantiles = torch.tensor([0.025, 0.975], dtype=torch.float64)
     metrics = dict.fromkeys(report.METRICS)
     metrics |= {name: value[0].item() for name, value in values.items()}

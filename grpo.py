@@ -42,7 +42,8 @@ def score(model: Transformer, prompts: list[list[int]], ids: Tensor, mask: Tenso
     """Log-probabilities (N, T) of the responses `ids`, zero outside mask (N, T).
 
     N = len(prompts) * samples. Each prompt goes through the model once and all its responses attend
-    to it: P + G * T tokens per group instead of G * (P + T), with equal values and gradients.
+    to it: with n prompt tokens n + G * T tokens per group instead of G * (n + T), with equal values
+    and gradients.
     """
     samples = len(ids) // len(prompts)
     prefix = SharedPrefix(samples)
@@ -111,8 +112,8 @@ def accumulate_gradient(model: Transformer, prompts: list[list[int]], rollout: R
     KL term.
     """
     samples, size, mask = advantages.shape[1], config.micro_batch, rollout.mask()
-    lengths = parallel.gather(rollout.lengths) if parallel.active else rollout.lengths
-    weights = mask * torch.full_like(rollout.logprobs, 1.0 / max(int(lengths.sum()), 1))  # (N, T)
+    tokens = parallel.gather(rollout.lengths).sum()  # of all ranks
+    weights = mask / tokens.clamp(min=1)  # (N, T)
     groups = list(range(len(prompts)))
     if not config.kl:  # without KL nothing flows from a group of zero advantage
         groups = advantages.ne(0).any(1).nonzero()[:, 0].tolist()
@@ -135,9 +136,8 @@ def accumulate_gradient(model: Transformer, prompts: list[list[int]], rollout: R
         metrics["clip_share"] += (clipped * weight).sum().item()
         metrics["mismatch"] += ((current - rollout.logprobs[rows, :T]).abs() * weight).sum().item()
         metrics["scored"] += weight.sum().item()
-    if parallel.active:
-        parallel.sum_gradients(list(lora.parameters(model).values()))
-        ranks = parallel.gather_values(metrics)
-        metrics = {name: sum(each[name] for each in ranks) for name in metrics}
+    parallel.sum_gradients(list(lora.parameters(model).values()))
+    ranks = parallel.gather_values(metrics)
+    metrics = {name: sum(each[name] for each in ranks) for name in metrics}
     metrics["mismatch"] /= max(metrics.pop("scored"), 1e-9)  # of the tokens that were scored
     return metrics

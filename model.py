@@ -6,9 +6,9 @@
     logits = head(norm(x))
 
 Modules carry Hugging Face's names, so a checkpoint's tensors go straight to the parameters they
-name and adapters are saved under the names that PEFT expects. The families differ in three
-switches: a bias on the projections, a norm on queries and keys, and whether the head shares the
-embedding's weight.
+name and adapters are saved under the names that PEFT expects. The families differ in four
+switches: a bias on the projections, a norm on queries and keys, stretched wavelengths (Llama 3),
+and whether the head shares the embedding's weight.
 
 Batches are padded on the left. Row b's text begins at slot start[b]: slot i has position i - start
 and sees slot j when start <= j <= i. The same rule serves whole sequences and responses that
@@ -29,7 +29,7 @@ from support.hub import ModelConfig
 
 
 class RMSNorm(nn.Module):
-    """y = x / sqrt(mean(x^2) + eps) * weight, in fp32."""
+    """y = x / sqrt(mean(x^2) + eps) in fp32, then times weight in x's own type."""
 
     def __init__(self, size: int, eps: float):
         super().__init__()
@@ -65,7 +65,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 class Attention(nn.Module):
     """softmax(q k / sqrt(d)) v for each head; several query heads may share a key head."""
-    rotate = staticmethod(rotate)
 
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
@@ -91,8 +90,8 @@ class Attention(nn.Module):
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = self.rotate(q, cos, sin), self.rotate(k, cos, sin)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, T, d)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, (kv_)heads, T, d)
         if prefix is not None:
             k, v = prefix.extend(self.layer, k, v, offset)  # (B, kv_heads, offset + T, d)
         causal = mask is None and x.shape[1] > 1

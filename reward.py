@@ -1,7 +1,8 @@
 """Rewards, in the paper's order: one equation, one pure function from tensors to a tensor.
 
-    r = r_ext + alpha * r_int                                    Eq. 1, behind a gate
-    r_int = lambda_SS * SS + lambda_SuS * SuS                    Eq. 4
+    r = r_ext + alpha * r_int                      Eq. 1, behind a gate; --bonus added
+    r = r_ext * w / mean(w), w = 1 + alpha * r_int                   the default, --bonus scaled
+    r_int = lambda_SS * SS + lambda_SuS * SuS                        Eq. 4
 
 The paper's text and its Algorithm 1 disagree about SS and SuS, so both readings are here:
 
@@ -40,7 +41,7 @@ class Signals:
     z_pre: Tensor  # (B, 1, d) strategy expected of the query
     z_post: Tensor  # (B, G, d) strategy of the response (equations: of query and response)
     success: Tensor  # (B, 1) P(query)
-    mean_surprise: float  # mean SuS of all correct responses of the batch, see success_surprise
+    mean_surprise: float  # of all correct responses of the batch, see mean_success_surprise
     predicted: Tensor | None = None  # (B, G, D) M(s, a), only with --reading equations
     state: Tensor | None = None  # (B, G, D) s', only with --reading equations
 
@@ -84,6 +85,7 @@ def mean_success_surprise(correct: Tensor, success: Tensor) -> float:
     whatever the policy does already. Groups that are all right count, although the gate `mixed`
     pays them nothing: they are what the policy is known to solve.
     """
+    correct, success = parallel.gather(correct), parallel.gather(success)  # of all ranks
     surprise = success_surprise(correct, success)
     return ((surprise * correct).sum() / correct.sum().clamp(min=1)).item()
 
@@ -139,7 +141,7 @@ def perplexity(signals: Signals, config: Config) -> Tensor:
 
 
 def no_bonus(signals: Signals, config: Config) -> Tensor:
-    """Plain GRPO; train.py does not even compute the signals for it."""
+    """Plain GRPO: METHODS needs the name; train.py never calls this."""
     return torch.zeros_like(signals.correct)
 
 
@@ -182,9 +184,10 @@ def alpha_at(step: int, config: Config) -> float:
 def augment(correct: Tensor, intrinsic: Tensor, config: Config, step: int) -> Tensor:
     """Eq. 1: r = r_ext + alpha r_int, where the gate is open.
 
-    --bonus scaled: r = r_ext w / mean(w), w = 1 + alpha r_int, with the mean over all responses
-    that earn. A bonus that multiplies rewards weakens the KL penalty, since AdamW ignores the
-    scale of a loss; these weights only redistribute, so that the penalty keeps its meaning.
+    --bonus scaled: responses that earn have r = r_ext w / mean(w), w = 1 + alpha r_int but not
+    below 0, with the mean over all of them; the others keep r_ext. A bonus that multiplies rewards
+    weakens the KL penalty, since AdamW ignores the scale of a loss; these weights only
+    redistribute, so that the penalty keeps its meaning.
     """
     if getattr(intrinsic, "shape", None) != correct.shape:
         raise ValueError(f"--method {config.method} gave {getattr(intrinsic, 'shape', intrinsic)}, "
@@ -197,9 +200,7 @@ def augment(correct: Tensor, intrinsic: Tensor, config: Config, step: int) -> Te
         return correct + bonus
     earns &= correct > 0
     weights = (1 + bonus).clamp(min=0.0)  # no correct response earns less than a wrong one
-    paid = weights[earns]
-    if parallel.active:
-        paid = parallel.gather(paid)
+    paid = parallel.gather(weights[earns])
     scale = paid.mean() if paid.any() else 1.0
     return correct * torch.where(earns, weights / scale, 1.0)
 

@@ -21,7 +21,7 @@ from model import SharedPrefix, Transformer
 from support import hub
 from support.config import Config
 
-LOOK_EVERY = 16  # tokens; on a GPU a look at what has ended waits for all that was asked of it
+LOOK_EVERY = 16  # tokens between looks for ended rows on a GPU: each look makes Python wait for it
 
 
 @dataclass
@@ -70,7 +70,11 @@ def sample_token(logits: Tensor, temperature: float, uniform: Tensor) -> tuple[T
 
 
 class Decoder:
-    """The next token's logits, by reading the whole response again (slow: support/decoder.py)."""
+    """The next token's logits, by reading the whole response again: short, and slow.
+
+    support/decoder.py is the fast twin; `room` (the most tokens to come) and `finished` are for it,
+    which reserves memory and drops rows.
+    """
     sample_token = staticmethod(sample_token)
 
     def __init__(self, model: Transformer, prompts: list[list[int]], samples: int, room: int):
@@ -124,12 +128,9 @@ def generate(model: Transformer, prompts: list[list[int]], samples: int, max_new
     if not logprobs.isfinite().all():
         raise FloatingPointError("the model's logits are not finite: its weights may be damaged, or"
                                  " the learning rate too high")
-    rollout = Rollout(ids, lengths, logprobs, finished)
-    after_end = ~rollout.mask()
-    ids[after_end] = 0
-    logprobs[after_end] = 0
     T = int(lengths.max())
-    return Rollout(ids[:, :T], lengths, logprobs[:, :T], finished)
+    is_response = torch.arange(T, device=device) < lengths[:, None]  # (N, T)
+    return Rollout(ids[:, :T] * is_response, lengths, logprobs[:, :T] * is_response, finished)
 
 
 def check_request(model: Transformer, prompts: list[list[int]], max_new_tokens: int) -> None:

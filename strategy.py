@@ -6,7 +6,7 @@
 
 x is a frozen encoder's mean state over tokens, standardised by running statistics: of the policy's
 own base model after its first layer's attention (in higher layers the problem's numbers hide the
-strategy), or of a sentence encoder (support/sentences.py). M is in support/equations.py.
+strategy), or of a sentence encoder (support/sentences.py). The world model M: support/equations.py.
 
 What E learns. Two random halves of a response's tokens lie close, the halves of *other responses to
 the same query* far (InfoNCE): those share its numbers, so only the way of solving differs. Whole
@@ -43,7 +43,7 @@ STANDARDISE_ROWS = 20_000  # how many rows the running statistics remember
 
 @dataclass
 class Features:
-    """Mean-pooled states of B problems with G responses each."""
+    """Mean-pooled states of B problems with G responses each; D is the encoder's hidden size."""
     query: Tensor  # (B, D)
     response: Tensor  # (B, G, D)
     views: Tensor  # (B, G, 2, D), means over two random halves of the response
@@ -56,8 +56,8 @@ class Features:
 
     def gather(self) -> "Features":
         """Every rank's features, in the order of the whole batch."""
-        fields = vars(self).values()
-        return Features(*(None if field is None else parallel.gather(field) for field in fields))
+        return Features(*(None if field is None else parallel.gather(field)
+                          for field in vars(self).values()))
 
 
 def pool(states: Tensor, mask: Tensor) -> Tensor:
@@ -82,7 +82,8 @@ def random_halves(ids: Tensor, mask: Tensor, generator: torch.Generator) -> Tens
 
 def pool_features(query_states: Tensor, query_mask: Tensor, states: Tensor, mask: Tensor,
                   halves: Tensor) -> Features:
-    """Token states of B queries and B * G responses, and the responses' halves (B * G, 2, T)."""
+    """query_states (B, n, D), query_mask (B, n); states (N, T, D), mask (N, T) and halves (N, 2, T)
+    of N = B * G responses -> their means."""
     groups = (len(query_states), -1)  # (B, G)
     views = torch.stack([pool(states, half) for half in halves.unbind(1)], dim=1)
     return Features(pool(query_states, query_mask), pool(states, mask).unflatten(0, groups),
@@ -102,13 +103,9 @@ class BaseEncoder:
         layer = self.model.layers[0]
         return x + layer.self_attn(layer.input_layernorm(x), *context)  # (n, T, D)
 
-    @torch.no_grad()
-    def encode(self, problems: list, prompts: list[list[int]], rollout: Rollout,
-               responses: list[str], generator: torch.Generator) -> Features:
-        """Reads the token ids; a response's last token, nearly always its end, is left out."""
-        ids, mask = rollout.ids[:, :-1], rollout.mask()[:, 1:]  # (N, T - 1)
-        halves = random_halves(ids, mask, generator)  # for all rows at once: no micro-batch matters
-        samples, size, parts = len(ids) // len(prompts), self.micro_batch, []
+    def read(self, states, prompts: list[list[int]], ids: Tensor):
+        """Per micro-batch: its prompts' states and mask, its responses' states, its rows of ids."""
+        samples, size = len(ids) // len(prompts), self.micro_batch
         for b in range(0, len(prompts), size):
             rows = slice(b * samples, (b + size) * samples)
             prefix = SharedPrefix(samples)
@@ -117,10 +114,18 @@ class BaseEncoder:
             prompt_mask = torch.arange(prompt_ids.shape[1], device=ids.device) >= first[:, None]
             starts = None if start is None else start.repeat_interleave(samples)
             with lora.disabled(self.model):
-                query_states = self.states(prompt_ids, start, prefix)
-                states = self.states(ids[rows], starts, prefix)
-            parts.append(pool_features(query_states, prompt_mask, states, mask[rows], halves[rows]))
-        return Features.join(parts)
+                query_states = states(prompt_ids, start, prefix)
+                response_states = states(ids[rows], starts, prefix)
+            yield query_states, prompt_mask, response_states, rows
+
+    @torch.no_grad()
+    def encode(self, problems: list, prompts: list[list[int]], rollout: Rollout,
+               responses: list[str], generator: torch.Generator) -> Features:
+        """Reads the token ids; a response's last token, nearly always its end, is left out."""
+        ids, mask = rollout.ids[:, :-1], rollout.mask()[:, 1:]  # (N, T - 1)
+        halves = random_halves(ids, mask, generator)  # for all rows at once: no micro-batch matters
+        return Features.join([pool_features(*states, mask[rows], halves[rows])
+                              for *states, rows in self.read(self.states, prompts, ids)])
 
 
 def mlp(inputs: int, outputs: int) -> nn.Sequential:
@@ -238,9 +243,7 @@ class Strategist(Learner):
 
     def observe(self, features: Features, correct: Tensor) -> None:
         """Update statistics and memories with a batch, of which each rank has a share."""
-        if parallel.active:
-            features, correct = features.gather(), parallel.gather(correct)
-        self.remember(features, correct)
+        self.remember(features.gather(), parallel.gather(correct))
 
     def remember(self, features: Features, correct: Tensor) -> None:
         self.query_norm.update(features.query)
@@ -253,15 +256,12 @@ class Strategist(Learner):
                 responses: list[str]) -> Signals:
         """What the rewards of a batch may look at. correct (B, G)."""
         success = self.P(self.query_norm(features.query)).sigmoid()  # (B, 1)
-        whole = correct, success
-        if parallel.active:
-            whole = map(parallel.gather, whole)
         return Signals(
             correct=correct, logprobs=rollout.logprobs.view(*correct.shape, -1),
             lengths=rollout.lengths.view_as(correct), problems=problems, responses=responses,
             features=features, z_pre=self.expected(features.query)[:, None],
             z_post=self.achieved(features.response), success=success,
-            mean_surprise=mean_success_surprise(*whole))
+            mean_surprise=mean_success_surprise(correct, success))
 
     def loss(self, groups: Features, queries: Tensor, correct: Tensor) -> tuple[Tensor, dict]:
         """The strategy prediction loss and its parts. P learns from queries and correct (n, G)."""
@@ -288,10 +288,11 @@ class Strategist(Learner):
         losses = {}
         for _ in range(updates):
             groups = Features(**self.recent.sample(BATCH, generator))
-            outcomes = self.outcomes.sample(groups.response[:, :, 0].numel(), generator)
+            outcomes = self.outcomes.sample(BATCH * self.config.samples, generator)
             total, losses = self.loss(groups, outcomes["query"], outcomes["correct"])
             total.backward()
             gradients = [p.grad for p in self.parameters() if p.grad is not None]
+            # One bad minibatch must not spoil the networks.
             if torch.nn.utils.get_total_norm([total.detach(), *gradients]).isfinite():
                 self.optimizer.step()
                 for slow, fast in zip(self.PSE.parameters(), self.E.parameters()):

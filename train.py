@@ -9,7 +9,6 @@ the adapters and the strategy networks. Everything random is drawn from (seed, s
 run ends on the same bits as one that was never interrupted.
 """
 import math
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,7 +38,6 @@ RATE_WARMUP = 5  # steps in which the learning rate rises
 CLIP_GRADIENT = 1.0  # largest gradient norm
 WARMUP_UPDATES = 16  # updates of the strategy networks per rollout of the warm-up
 MOST_SKIPPED = 5  # steps in a row without a finite gradient before a run gives up
-STAGES = ("rollout", "score", "intrinsic", "advantage", "update")
 
 
 class Run:
@@ -102,7 +100,7 @@ class Run:
     def generator(self, use: str, number: int, shared: bool = True) -> torch.Generator:
         """Random numbers for one use in one step or epoch, the same on all ranks if shared."""
         key = (self.config.seed, use, number)  # rank 0 draws what a single process would
-        if parallel.active and not shared and not parallel.is_leader():
+        if not shared and not parallel.is_leader():
             key += (parallel.rank(),)
         return sample.seeded(*key)
 
@@ -115,8 +113,7 @@ class Run:
             if epoch not in orders:
                 orders[epoch] = torch.randperm(count, generator=self.generator("epoch", epoch))
             chosen.append(int(orders[epoch][place]))
-        if parallel.active:
-            chosen = parallel.share(chosen)
+        chosen = parallel.share(chosen)
         return [self.problems[i] for i in chosen], [self.prompts[i] for i in chosen]
 
     def roll_out(self, prompts: list[list[int]], use: str, step: int) -> tuple[Rollout, list[str]]:
@@ -160,18 +157,19 @@ def train_step(run: Run, step: int) -> dict:
     """One step of GRPO with an intrinsic reward -> its metrics."""
     config = replace(run.config, kl=grpo.kl_at(step, run.config))
     model, strategist = run.model, run.strategist
-    metrics, per_response, times = {"kl_weight": config.kl}, {}, [time.perf_counter()]
+    metrics, per_response = {"kl_weight": config.kl}, {}
+    watch = report.Stopwatch()
 
     # 1. Rollout: G responses to each of B problems.
     problems, prompts = run.batch(step)
     rollout, responses = run.roll_out(prompts, "rollout", step)
-    times.append(time.perf_counter())
+    watch.lap("rollout")
 
     # 2. Extrinsic reward: 1 for a correct response, else 0.
     correct = reward.correctness(problems, responses).to(model.device)  # (B, G)
-    times.append(time.perf_counter())
+    watch.lap("score")
 
-    # 3. Intrinsic reward: how unlike what was to be expected of its query? Eq. 1, behind the gate.
+    # 3. Intrinsic reward: how far is a response from what its query led to expect? Eq. 1 and 4.
     rewards = correct
     if strategist:
         features = run.encoder.encode(problems, prompts, rollout, responses,
@@ -184,34 +182,31 @@ def train_step(run: Run, step: int) -> dict:
         per_response["brier"] = (signals.success - correct).square()
         metrics |= {"alpha": reward.alpha_at(step, config), "lambda_ss": weighed.lambda_ss,
                     "lambda_sus": weighed.lambda_sus}
-    times.append(time.perf_counter())
+    watch.lap("intrinsic")
 
     # 4. Advantage: better or worse than the group's mean?
     advantages = grpo.group_advantages(rewards, config.normalise)  # (B, G)
     if run.lambdas:
         run.lambdas.step(model, prompts, rollout, signals, rewards, config, step)
-    times.append(time.perf_counter())
+    watch.lap("advantage")
 
     # 5. Update the policy, then the strategy networks.
     reference = grpo.reference_logprobs(model, prompts, rollout, config) if config.kl else None
     metrics |= update_policy(run, config, prompts, rollout, advantages, reference, step)
     if strategist:
         metrics |= strategist.learn(config.strategy_updates, run.generator("replay", step))
-    times.append(time.perf_counter())
+    watch.lap("update")
 
     metrics |= summarise({**per_response, "correct": correct, "reward": rewards}, rollout, config)
-    metrics["tokens_per_second"] = metrics["tokens"] / (times[-1] - times[0])
-    for stage, before, after in zip(STAGES, times, times[1:]):
-        metrics[f"seconds_{stage}"] = after - before
-    return {"step": step + 1, **metrics}
+    metrics["tokens_per_second"] = metrics["tokens"] / sum(watch.seconds.values())
+    return {"step": step + 1, **metrics, **watch.seconds}
 
 
 def summarise(per_response: dict[str, Tensor], rollout: Rollout, config: Config) -> dict:
     """What this rank knows of each response, (B, G) per name -> metrics of the whole batch."""
     values = {**per_response, "length": rollout.lengths, "finished": rollout.finished,
               "logprob": rollout.logprobs.sum(1)}
-    if parallel.active:
-        values = {name: parallel.gather(value) for name, value in values.items()}
+    values = {name: parallel.gather(value) for name, value in values.items()}
     correct, rewards, tokens = values["correct"], values["reward"], values["length"].sum()
     metrics = {name: values[name].mean() for name in per_response}
     if "ss" in values:

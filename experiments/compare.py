@@ -12,8 +12,8 @@ chosen by the numbers that are shown.
 A line of such a file has name, seed, base, data, split, problems, temperature and measures. Numbers
 are means ± half of their 95 % interval over seeds (Student's t); differences are paired by seed,
 relative to the second setting's mean. p is that of a paired t-test after Holm's correction over the
-comparisons on test problems that were planned as primary: against every GRPO and PRIMARY, in the
-measures of GOALS.
+comparisons on test problems that were planned as primary and have two seeds or more: against every
+GRPO and PRIMARY, in the measures of GOALS.
 """
 import argparse
 import re
@@ -109,8 +109,8 @@ def read_curves(lines: list[dict], split: str) -> Curves:
 def known(curves: Curves, measures) -> list:
     """Those of these measures, or pairs of them, that the task has."""
     line = next(iter(next(iter(curves.values())).values()))[0]
-    return [each for each in measures
-            if {each} <= line.keys() or isinstance(each, tuple) and set(each) <= line.keys()]
+    names = {each: (each,) if isinstance(each, str) else each for each in measures}
+    return [each for each in measures if line.keys() >= set(names[each])]
 
 
 def mean_curve(seeds: dict[int, list[dict]], measures=MEASURES) -> list[dict]:
@@ -227,9 +227,13 @@ def differences_table(curves: Curves, validation: Curves, goals: tuple[str, ...]
     planned = {key: values for key, values in planned.items()
                if len(values) > 1 and np.isfinite(values).all()}
     p_values = dict(zip(planned, holm([p_value(values) for values in planned.values()])))
-    lines = [[name, *(percent(values, "+") + (
-        f", {name_p(p_values[name, measure])}" if (name, measure) in p_values else "")
-        for measure, values in cells.items())] for name, cells in rows.items()]
+    lines = []
+    for name, cells in rows.items():
+        line = [name]
+        for measure, values in cells.items():
+            p = p_values.get((name, measure))
+            line.append(percent(values, "+") + (f", {name_p(p)}" if p is not None else ""))
+        lines.append(line)
     return as_table([f"{first} over, per cent", *next(iter(rows.values()))], lines) if rows else ""
 
 

@@ -99,7 +99,8 @@ SHORT = {"part": "quick", "steps": 160, "seeds": 3}  # what --quick changes
 
 @dataclass(frozen=True)
 class Request:
-    part: str = flag("main", "which settings", choices=tuple(PARTS))
+    part: str = flag("main", "which settings",
+                     choices=tuple(name for name in PARTS if name != "quick"))
     quick: bool = flag(False, "SuS, GRPO and shuffled bonuses: 160 steps, 3 seeds, 1 base model")
     seeds: int = flag(5, "how many seeds; five have a base model of their own", low=1)
     steps: int = flag(400, "policy updates per run", low=1)
@@ -153,7 +154,7 @@ def next_command(folder: Path, flags: list[str], part: Part) -> list | None:
 
 
 def start(command: list, log: Path) -> subprocess.Popen:
-    """A process in a session of its own, so that a Ctrl-C at the terminal reaches it from here."""
+    """In a session of its own: a Ctrl-C reaches this program, which then ends its runs."""
     with open(log, "w") as output:
         return subprocess.Popen([sys.executable, *command], stdout=output, stderr=output,
                                 cwd=Path(__file__).parents[1], start_new_session=True)
@@ -209,9 +210,9 @@ def main(argv: list[str] | None = None) -> None:
         files.write_lines(output / "measures.jsonl", lines)
         table = f"{request.steps} steps, {compare.make_tables(lines)}"
         files.write_text(output / "tables.md", table)
+        print(table, output / "tables.md", sep="\n")
         runs = plot.find_runs([str(folder) for folder in jobs])
-        print(table, output / "tables.md", plot.draw_temperatures(lines, output),
-              *plot.draw(runs, output), sep="\n")
+        print(plot.draw_temperatures(lines, output), *plot.draw(runs, output), sep="\n")
 
 
 if __name__ == "__main__":

@@ -58,10 +58,10 @@ def unpack(state: Tensor) -> dict:
     return json.loads(bytes(state.tolist()))
 
 
-def require_gate(config: Config, gate: str) -> None:
+def require_gate(config: Config, wanted: str) -> None:
     """For rewards that pay wrong responses too."""
-    if config.gate != gate or config.bonus != "added":
-        raise ValueError(f"--method {config.method} needs --gate {gate} --bonus added")
+    if config.gate != wanted or config.bonus != "added":
+        raise ValueError(f"--method {config.method} needs --gate {wanted} --bonus added")
 
 
 def passk(signals: Signals, config: Config) -> Tensor:
@@ -110,6 +110,7 @@ def elliptical(signals: Signals, config: Config) -> Tensor:
     response = signals.features.response
     h = F.normalize(response - response.mean(1, keepdim=True), dim=-1)
     identity = torch.eye(h.shape[1], device=h.device)
+    # H (I + H^T H)^-1 H^T = I - (I + H H^T)^-1: a G x G inverse instead of D x D.
     inverse = torch.linalg.inv(h @ h.transpose(1, 2) + identity)
     return 1 - inverse.diagonal(dim1=1, dim2=2)
 

@@ -1,4 +1,5 @@
-"""Plumbing: nothing about the method.
+"""Plumbing, and the parts of the method that few runs need: the other reading, learned weights,
+sentence encoders, clusters.
 
 Importing this package sets how PyTorch's threads wait for each other. They read it when torch is
 loaded, so a program imports support first. By default they spin, and beside other programs two

@@ -88,7 +88,7 @@ def answer(problem, policy, config: Config, clustering, step: int, evaluate,
 
 def talk(text: str, policy, config: Config, clustering, step: int, evaluate, seed: int) -> None:
     """Print the answers to a text; without one, ask for texts until an empty line."""
-    if parallel.active:
+    if parallel.world() > 1:
         raise ValueError("--ask talks to one process: start it with python, not with torchrun")
     keep_asking = text == KEEP_ASKING
     while True:

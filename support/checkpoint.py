@@ -116,7 +116,8 @@ def how_to_continue(config: Config) -> str:
         return "The run's folder is gone."
     if is_untouched(Path(config.run)):
         return "Nothing was written."
-    launcher = f"torchrun --nproc-per-node {parallel.world()} --" if parallel.active else "python"
+    world = parallel.world()
+    launcher = f"torchrun --nproc-per-node {world} --" if world > 1 else "python"
     return f"To continue: {launcher} train.py --run {shlex.quote(config.run)} --resume"
 
 

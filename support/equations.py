@@ -15,11 +15,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-import lora
 import strategy
-from model import SharedPrefix
 from reward import Signals
-from sample import Rollout, pad_left
+from sample import Rollout
 from strategy import DIMENSION, RECENT, BaseEncoder, Features, Standardise, Strategist, pool
 from support.config import Config
 
@@ -32,16 +30,8 @@ class JointEncoder(BaseEncoder):
                responses: list[str], generator: torch.Generator) -> Features:
         features = super().encode(problems, prompts, rollout, responses, generator)
         ids, mask = rollout.ids[:, :-1], rollout.mask()[:, 1:]  # (N, T - 1)
-        samples, size, parts = len(ids) // len(prompts), self.micro_batch, []
-        for b in range(0, len(prompts), size):
-            rows = slice(b * samples, (b + size) * samples)
-            prefix = SharedPrefix(samples)
-            prompt_ids, start = pad_left(prompts[b:b + size], ids.device)
-            starts = None if start is None else start.repeat_interleave(samples)
-            with lora.disabled(self.model):
-                self.model.hidden(prompt_ids, start, prefix)
-                states = self.model.hidden(ids[rows], starts, prefix)
-            parts.append(pool(states, mask[rows]))
+        last_layer = self.read(self.model.hidden, prompts, ids)
+        parts = [pool(states, mask[rows]) for *_, states, rows in last_layer]
         features.both = torch.cat(parts).view_as(features.response)
         return features
 

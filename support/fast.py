@@ -1,6 +1,7 @@
 """The same results sooner: faster twins of textbook modules, behind one call, accelerate(model).
 
     LoRALinear     the thin products are added in place; only x and A x are kept for the gradient
+    RMSNorm        one kernel, on a GPU
     logprobs       a chunk of rows at a time, its gradient made on the way: no logits are kept
     Decoder        one token of many rows at a time: support/decoder.py
 

@@ -5,7 +5,7 @@
 Every rank has the base weights and samples, judges and scores its own problems. Per step the ranks
 exchange one sum of the adapters' gradients, and the features and outcomes of each response: with
 those, every rank's strategy networks see the whole batch and take the same steps. Rank 0 writes the
-run folder and all ranks read it. With one process `active` is False and a step calls none of this.
+run folder and all ranks read it. With one process these functions return what they are given.
 """
 import atexit
 import json
@@ -19,12 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 TIMEOUT = timedelta(minutes=20)  # the longest wait for another rank: building the tiny model
-active = False  # are there other processes?
 
 
 def start(device: str) -> None:
     """Join the other processes, if torchrun started this one."""
-    global active
     if int(os.environ.get("WORLD_SIZE", 1)) < 2 or dist.is_initialized():
         return
     gpu = torch.cuda.is_available() and device in ("auto", "cuda")
@@ -35,7 +33,6 @@ def start(device: str) -> None:
         torch.cuda.set_device(local)
     dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", timeout=TIMEOUT)
     atexit.register(dist.destroy_process_group)
-    active = True
 
 
 def is_lost(error: RuntimeError) -> bool:

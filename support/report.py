@@ -2,6 +2,7 @@
 import math
 import signal
 import sys
+import time
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -32,6 +33,19 @@ def catch_signals():
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+class Stopwatch:
+    """The seconds of each stage, from one lap to the next."""
+
+    def __init__(self):
+        self.seconds: dict[str, float] = {}
+        self.last = time.perf_counter()
+
+    def lap(self, stage: str) -> None:
+        now = time.perf_counter()
+        self.seconds[f"seconds_{stage}"] = now - self.last
+        self.last = now
 
 
 def say_overlap(problems: list, eval_problems: list) -> None:

