@@ -36,9 +36,7 @@ OVER_STEPS = {
     "losses": ("loss", "contrastive_loss", "alignment_loss", "expectation_loss", "success_loss",
                "world_loss"),
     "training": ("correct", "entropy", "kl")}
-# First in the legends; where all of these are, ASIDE is left out.
-MAIN = ("sus", "grpo-kl-0.1", "grpo-kl-0.03", "passk", "focal", "shuffled")
-ASIDE = "random"
+FIRST = ("sus", "grpo", "grpo-kl-0.1", "grpo-kl-0.2", "passk", "focal")  # in the legends
 # Okabe and Ito's colours, which people with colour blindness can tell apart, and two more.
 PALETTE = "#0072B2 #D55E00 #56B4E9 #CC79A7 #009E73 #E69F00 #F0E442 #000000 #999999 #882255".split()
 Panels = dict[str, list[tuple]]  # of a figure: heading -> points (name, x, y)
@@ -90,12 +88,8 @@ def find_runs(paths: list[str]) -> list[Run]:
     for run in runs:
         if run not in longest.values():
             print(f"left out, since there is a longer run like it: {run.folder}")
-    order = ["sus", "grpo", *MAIN, *sorted({run.name for run in runs})]
+    order = [*FIRST, *sorted({run.name for run in runs})]
     return sorted(longest.values(), key=lambda run: (order.index(run.name), run.seed))
-
-
-def choose_shown(names) -> list[str]:
-    return [name for name in dict.fromkeys(names) if name != ASIDE or not set(MAIN) <= set(names)]
 
 
 def over_steps(runs: list[Run], metrics: tuple[str, ...]) -> Panels:
@@ -109,9 +103,8 @@ def over_temperatures(lines: list[dict]) -> Panels:
     # In the order of the alphabet test comes first, then test-drawn, then validation.
     split = min((line["split"] for line in lines), default="test")
     curves = read_curves(lines, split)
-    shown = choose_shown(curves)
-    return {f"{y} by {x}": [(name, point[x], point[y]) for name in shown
-                            for point in mean_curve(curves[name], [x, y])]
+    return {f"{y} by {x}": [(name, point[x], point[y]) for name, seeds in curves.items()
+                            for point in mean_curve(seeds, [x, y])]
             for y, x in known(curves, MATCHED[:2])}
 
 
@@ -213,11 +206,9 @@ def draw_figure(panels: Panels, file: Path, perfect: dict[str, float]) -> None:
 
 def draw(runs: list[Run], output: Path) -> list[Path]:
     """Write every figure that these runs can show -> the files."""
-    names = choose_shown([run.name for run in runs])
-    shown = [run for run in runs if run.name in names]
-    figures = {name: over_steps(shown, metrics) for name, metrics in OVER_STEPS.items()}
-    figures |= {"passes": passes(shown), "ablation": ablation(runs),
-                "sensitivity": sensitivity(runs), "embeddings": embeddings(shown)}
+    figures = {name: over_steps(runs, metrics) for name, metrics in OVER_STEPS.items()}
+    figures |= {"passes": passes(runs), "ablation": ablation(runs),
+                "sensitivity": sensitivity(runs), "embeddings": embeddings(runs)}
     output.mkdir(parents=True, exist_ok=True)
     written, perfect = [], perfect_entropies(runs[0])
     for name, panels in figures.items():
