@@ -82,7 +82,7 @@ def mean_success_surprise(correct: Tensor, success: Tensor) -> float:
     """The mean SuS of the batch's correct responses, which --sus-baseline batch subtracts.
 
     As long as P knows nothing, every success surprises alike, and paying all of them only speeds up
-    whatever the policy does already. Groups that are all right count, although the gate `mixed`
+    whatever the policy does already. Groups that are all right count, even where the gate `mixed`
     pays them nothing: they are what the policy is known to solve.
     """
     correct, success = parallel.gather(correct), parallel.gather(success)  # of all ranks

@@ -11,7 +11,7 @@ strategy), or of a sentence encoder (support/sentences.py). The world model M: s
 What E learns. Two random halves of a response's tokens lie close, the halves of *other responses to
 the same query* far (InfoNCE): those share its numbers, so only the way of solving differs. Whole
 responses, which SS compares, are in no such pair and would become ever more alike, so each is drawn
-to its halves. E(query) is drawn to PSE of its responses; SS is a response's distance from it.
+to its halves. E(query) is drawn to PSE of its responses. How SS uses both is reward.py's business.
 
 What a policy does changes within steps, so E learns from the newest groups. What it can do changes
 slowly, so P learns from a long record. No gradient passes between the policy and these networks.

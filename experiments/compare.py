@@ -1,6 +1,6 @@
 """Tables that compare settings: each at a temperature of its own, and along its whole curve.
 
-    python -m experiments.compare results/main.jsonl
+    python -m experiments.compare results/many.jsonl
 
 How sharp a policy is can be chosen for free when it is decoded. So a setting's value of a measure
 is taken at the temperature that has the best mean on validation problems. Two settings are also

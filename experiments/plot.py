@@ -1,8 +1,8 @@
 """Figures as PNG files, from run folders or from measures; needs matplotlib.
 
-    python -m experiments.plot runs/reproduce/main          every figure that these runs can show
+    python -m experiments.plot runs/reproduce/many          every figure that these runs can show
     python -m experiments.plot runs/a runs/b --output figures
-    python -m experiments.plot results/main.jsonl --output figures    the figure `temperatures`
+    python -m experiments.plot results/many.jsonl --output figures    the figure `temperatures`
 
 Runs whose folders differ only in the number at the end are seeds of one setting: they share a line,
 with the 95 % interval of their mean as a band.

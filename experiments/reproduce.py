@@ -1,11 +1,13 @@
 """The tables and figures of RESULTS.md: settings x base models, a process of train.py each.
 
-    python -m experiments.reproduce --part main     one part; --help lists them
+    python -m experiments.reproduce --part many     one part; --help lists them
     python -m experiments.reproduce --quick         three methods, 160 steps
 
-Settings are chosen on validation problems (tune, many-tune, sweep: base models and seeds from 0 on;
-many-sus-tune: base models from 10, seeds from 30) and reported on test problems (main, others: base
-models from 5, seeds from 20; many: base models from 15, seeds from 40).
+many and others are about problems with several ways (countdown-many), few about problems that
+mostly have one (countdown). Settings are chosen on validation problems (many-tune, few-tune, sweep:
+base models and seeds from 0 on; many-sus-tune: base models from 10, seeds from 30) and reported on
+test problems (many, others: base models from 15, seeds from 40; few: base models from 20, seeds
+from 50). --quick has base model 0 and seeds from 10.
 Each run is then measured at several temperatures. Finished runs are kept: after Ctrl-C or a crash
 the same command goes on. measures.jsonl has all numbers, tables.md compares them.
 """
@@ -21,9 +23,11 @@ from support import checkpoint, files, tiny
 from support.config import Config, flag, guard, parse
 
 OTHER = "experiments.rewards:"
-SCALED = "--bonus scaled --alpha 16"  # without effect on grpo, written so that no default counts
+# All that matters is written out, so that no default counts; grpo ignores the first line.
+SCALED = "--bonus scaled --alpha 16 --gate mixed"
 PASSK = "--bonus added --gate none --alpha 1 --alpha-decay 0"
-FALLING = "--kl 0.1 --kl-decay 0.03"
+GROUP = "--bonus scaled --expectation group --gate correct"
+QUERY = "--bonus scaled --expectation query --gate mixed"
 
 
 def grid(methods: dict[str, str], weights: tuple[float, ...]) -> dict[str, str]:
@@ -35,49 +39,57 @@ def grid(methods: dict[str, str], weights: tuple[float, ...]) -> dict[str, str]:
 # name: method and flags
 RIVALS = {"grpo": f"grpo {SCALED}", "focal": f"{OTHER}focal {SCALED}",
           "passk": f"{OTHER}passk {PASSK}"}
-TUNE = {f"sus-alpha={alpha}": f"sus --bonus scaled --alpha {alpha} --kl 0.05"
-        for alpha in (2, 4, 8, 16)} | grid(RIVALS, (0.03, 0.05, 0.1)) | {
-    "grpo-falling": f"grpo {SCALED} {FALLING}", "passk-kl-0.0": f"{OTHER}passk {PASSK} --kl 0.0",
-    "focal-alpha=8": f"{OTHER}focal --bonus scaled --alpha 8 --kl 0.05"}
 MANY_TUNE = grid(RIVALS, (0.0, 0.01, 0.03, 0.1)) | {
     "grpo-kl-0.2": f"grpo {SCALED} --kl 0.2", "passk-kl-0.003": f"{OTHER}passk {PASSK} --kl 0.003",
-    "focal-alpha=8": f"{OTHER}focal --bonus scaled --alpha 8 --kl 0.0"}
-GROUP = "--bonus scaled --expectation group --gate correct --kl 0.03"
-MANY_SUS_TUNE = {f"sus-alpha={alpha}": f"sus {GROUP} --alpha {alpha}" for alpha in (4, 8)} | {
-    f"sus-alpha={alpha}-constant": f"sus {GROUP} --alpha {alpha} --alpha-decay 0"
+    "focal-alpha=8": f"{OTHER}focal --bonus scaled --alpha 8 --gate mixed --kl 0.0"}
+MANY_SUS_TUNE = {f"sus-alpha={alpha}": f"sus {GROUP} --kl 0.03 --alpha {alpha}"
+                 for alpha in (4, 8)} | {
+    f"sus-alpha={alpha}-constant": f"sus {GROUP} --kl 0.03 --alpha {alpha} --alpha-decay 0"
     for alpha in (1, 4)} | {name: MANY_TUNE[name] for name in (
         "grpo-kl-0.1", "grpo-kl-0.2", "focal-kl-0.1")}
-BEST = TUNE["sus-alpha=4"].removeprefix("sus ")  # by tune
-MAIN = {"sus": f"sus {BEST}", "grpo-kl-0.1": TUNE["grpo-kl-0.1"],
-        "grpo-kl-0.03": TUNE["grpo-kl-0.03"], "focal": TUNE["focal-alpha=8"],
-        "passk": TUNE["passk-kl-0.0"], "shuffled": f"{OTHER}shuffled {BEST}",
-        "random": f"{OTHER}random_embeddings {BEST}"}
+FEW_TUNE = {f"sus-alpha={alpha}": f"sus {QUERY} --kl 0.05 --alpha {alpha}" for alpha in (4, 16)} | {
+    f"sus-group-alpha={alpha}": f"sus {GROUP} --kl 0.05 --alpha {alpha}" for alpha in (4, 16)} | (
+    grid(RIVALS, (0.03, 0.05, 0.1))) | {
+    "grpo-falling": f"grpo {SCALED} --kl 0.1 --kl-decay 0.03",
+    "passk-kl-0.0": f"{OTHER}passk {PASSK} --kl 0.0",
+    "focal-alpha=8": f"{OTHER}focal --bonus scaled --alpha 8 --gate mixed --kl 0.05"}
+
 WAYS = MANY_SUS_TUNE["sus-alpha=4"].removeprefix("sus ")  # by many-sus-tune
+CONTROLS = {"shuffled": f"{OTHER}shuffled", "random": f"{OTHER}random_embeddings"}
 MANY = {"sus": f"sus {WAYS}", "grpo-kl-0.1": MANY_TUNE["grpo-kl-0.1"],
-        "grpo-kl-0.2": MANY_TUNE["grpo-kl-0.2"], "focal": MANY_TUNE["focal-kl-0.1"],
-        "shuffled": f"{OTHER}shuffled {WAYS}", "random": f"{OTHER}random_embeddings {WAYS}"}
-QUICK = {"sus": MAIN["sus"], "grpo": f"grpo {BEST}", "shuffled": MAIN["shuffled"]}
-SWEEP = {"sus": MAIN["sus"]} | {name: f"{MAIN['sus']} --{name.replace('_', '-')}" for name in (
-    "alpha=2", "alpha=8", "lambda_ss=0.5", "lambda_ss=2", "lambda_sus=0.25", "lambda_sus=1",
-    "kl=0.03", "kl=0.1")}
-OTHERS = {"sus": MAIN["sus"]} | {name: f"{OTHER}{name} {BEST}" for name in (
-    "ss_focal", "flat", "novelty", "repository", "elliptical", "uniqueness", "count", "rnd")} | {
-    "ss": f"ss {BEST}", "surprise": f"surprise {BEST}", "perplexity": f"perplexity {BEST}",
-    "icm": f"{OTHER}icm {BEST} --reading equations", "equations": f"sus {BEST} --reading equations",
-    "unlikeliness": f"{OTHER}unlikeliness --bonus added --alpha 0.25 --alpha-decay 0 --kl 0.05",
+        "grpo-kl-0.2": MANY_TUNE["grpo-kl-0.2"], "focal": MANY_TUNE["focal-kl-0.1"]} | {
+    name: f"{method} {WAYS}" for name, method in CONTROLS.items()}
+BEST = FEW_TUNE["sus-alpha=4"].removeprefix("sus ")  # by few-tune
+FEW = {"sus": f"sus {BEST}", "grpo-kl-0.1": FEW_TUNE["grpo-kl-0.1"],
+       "focal": FEW_TUNE["focal-alpha=8"], "passk": FEW_TUNE["passk-kl-0.0"]} | {
+    name: f"{method} {BEST}" for name, method in CONTROLS.items()}
+QUICK = {"sus": MANY["sus"], "grpo": "grpo --kl 0.03", "shuffled": MANY["shuffled"]}
+SWEEP = {"sus": MANY["sus"]} | {name: f"{MANY['sus']} --{name.replace('_', '-')}" for name in (
+    "alpha=2", "alpha=8", "lambda_ss=0.5", "lambda_ss=2", "lambda_sus=0", "lambda_sus=1",
+    "kl=0.01", "kl=0.1")}
+OTHERS = {"sus": MANY["sus"], "ss": f"ss {WAYS}", "surprise": f"surprise {WAYS}"} | {
+    name: f"{OTHER}{name} {WAYS}" for name in (
+        "novelty", "uniqueness", "repository", "elliptical", "count", "rnd", "ss_focal", "flat",
+        "oracle", "group_oracle")} | {
+    "perplexity": f"perplexity {WAYS}", "icm": f"{OTHER}icm {WAYS} --reading equations",
+    "equations": f"sus {WAYS} --reading equations", "query": f"sus {WAYS} --expectation query",
+    "untrained": f"sus {WAYS} --strategy-updates 0 --strategy-warmup 0",
+    "no-decay": f"sus {WAYS} --alpha-decay 0", "k2": f"sus {WAYS} --kl-form k2",
+    "learned-lambdas": f"sus {WAYS} --learn-lambdas",
+    "passk": f"{OTHER}passk {PASSK} --kl 0.003",
+    "unlikeliness": f"{OTHER}unlikeliness --bonus added --gate correct --alpha 0.25 "
+                    "--alpha-decay 0 --kl 0.03",
     "smoothing": f"{OTHER}smoothing --bonus added --gate group --alpha 0.02 --alpha-decay 0 "
-                 "--kl 0.05",
-    "added": "sus --bonus added --alpha 8 --kl 0.03", "learned-lambdas": f"sus {BEST} "
-    "--learn-lambdas", "no-decay": f"sus {BEST} --alpha-decay 0", "k2": f"sus {BEST} --kl-form k2",
-    "oracle": f"{OTHER}oracle {BEST}", "group_oracle": f"{OTHER}group_oracle {BEST}",
+                 "--kl 0.03",
     "literal": "sus --bonus added --alpha 0.3 --alpha-decay 0 --sus-baseline none --gate correct "
-    "--normalise std --strategy-warmup 0 --strategy-updates 1 --kl 0.05"}
+               "--expectation query --normalise std --strategy-warmup 0 --strategy-updates 1 "
+               "--kl 0.03"}
 
 
 @dataclass(frozen=True)
 class Part:
     settings: dict[str, str]
-    task: str = "countdown"
+    task: str = "countdown-many"
     splits: tuple[str, ...] = ("validation",)
     first_seed: int = 0
     first_base: int = 0
@@ -85,13 +97,12 @@ class Part:
     problems: int = 400  # that each run is measured on, per split
 
 
-REPORT = {"splits": temperatures.SPLITS, "first_seed": 20, "first_base": 5}
-PARTS = {"main": Part(MAIN, **REPORT), "tune": Part(TUNE), "sweep": Part(SWEEP),
-         "many": Part(MANY, "countdown-many", temperatures.SPLITS[:2], first_seed=40,
-                      first_base=15),
-         "many-tune": Part(MANY_TUNE, "countdown-many"),
-         "many-sus-tune": Part(MANY_SUS_TUNE, "countdown-many", first_seed=30, first_base=10),
-         "others": Part(OTHERS, **REPORT),
+MANY_REPORT = {"splits": temperatures.SPLITS[:2], "first_seed": 40, "first_base": 15}
+PARTS = {"many": Part(MANY, **MANY_REPORT), "others": Part(OTHERS, **MANY_REPORT),
+         "few": Part(FEW, "countdown", temperatures.SPLITS, first_seed=50, first_base=20),
+         "many-tune": Part(MANY_TUNE), "few-tune": Part(FEW_TUNE, "countdown"),
+         "many-sus-tune": Part(MANY_SUS_TUNE, first_seed=30, first_base=10),
+         "sweep": Part(SWEEP),
          "quick": Part(QUICK, splits=temperatures.SPLITS[:2], first_seed=10, bases=1,
                        problems=100)}
 SHORT = {"part": "quick", "steps": 160, "seeds": 3}  # what --quick changes
@@ -99,7 +110,7 @@ SHORT = {"part": "quick", "steps": 160, "seeds": 3}  # what --quick changes
 
 @dataclass(frozen=True)
 class Request:
-    part: str = flag("main", "which settings",
+    part: str = flag("many", "which settings",
                      choices=tuple(name for name in PARTS if name != "quick"))
     quick: bool = flag(False, "SuS, GRPO and shuffled bonuses: 160 steps, 3 seeds, 1 base model")
     seeds: int = flag(5, "how many seeds; five have a base model of their own", low=1)

@@ -54,8 +54,9 @@ class Config:
     rank: int = flag(8, "LoRA rank", low=1, high=2 ** 14)
     cache: str = flag("cache", "folder for the tiny base model")
 
-    data: str = flag("countdown", "countdown, countdown4, countdown-many, gsm8k, a JSONL file or "
-                     "folder with questions and answers, or module:function", group="The problems")
+    data: str = flag("countdown-many", "countdown-many, countdown, countdown4, gsm8k, a JSONL file "
+                     "or folder with questions and answers, or module:function",
+                     group="The problems")
     prompt: str = flag("auto", "chat uses the tokenizer's chat template, plain does not, auto does "
                        "if there is one", choices=("auto", "plain", "chat"))
     system: str = flag("", "system text of the chat")
@@ -74,12 +75,12 @@ class Config:
                               high=1)
     bonus: str = flag("scaled", "r = c + alpha r_int, or correct responses scaled by 1 + alpha "
                       "r_int over its mean, which only redistributes", choices=("added", "scaled"))
-    gate: str = flag("mixed", "who may earn a bonus: correct responses, correct ones in groups "
+    gate: str = flag("correct", "who may earn a bonus: correct responses, correct ones in groups "
                      "that are partly right, all responses of such groups, or (none) all",
                      choices=("correct", "mixed", "group", "none"))
     reading: str = flag("algorithm", "SS and SuS as in the paper's Algorithm 1, or in Eq. 2 and 3",
                         choices=("algorithm", "equations"))
-    expectation: str = flag("query", "what SS compares a response with: E(query), or E(query) and "
+    expectation: str = flag("group", "what SS compares a response with: E(query), or E(query) and "
                             "the group's other correct responses", choices=("query", "group"))
     lambda_ss: float = flag(1.0, "weight of SS")
     lambda_sus: float = flag(0.5, "weight of SuS")
@@ -97,7 +98,7 @@ class Config:
 
     normalise: str = flag("none", "advantage: reward minus group mean, divided by the group's "
                           "deviation or by nothing", choices=("std", "none"), group="The update")
-    kl: float = flag(0.05, "weight of the KL penalty to the base model; 0 saves a pass")
+    kl: float = flag(0.03, "weight of the KL penalty to the base model; 0 saves a pass")
     kl_decay: float = flag(1.0, "share of that weight that is left at the end; 1: constant",
                            low=1e-6, high=1)
     kl_form: str = flag("k3", "the penalty's estimator; its gradient is that of KL(base || policy) "
@@ -126,8 +127,9 @@ PRESETS = {"none": {}, "paper": dict(
     model="Qwen/Qwen2.5-1.5B", data="gsm8k", prompt="plain", steps=2802, problems=8, micro_batch=1,
     samples=8, max_new_tokens=256, learning_rate=2e-5, rank=8, alpha=0.3, alpha_decay=0.0,
     bonus="added", lambda_ss=1.0, lambda_sus=0.5, sus_baseline="none", gate="correct",
-    normalise="std", kl=0.1, encoder="sentence-transformers/all-MiniLM-L6-v2", negatives="batch",
-    strategy_warmup=0, eval_problems=200, eval_samples=8, eval_every=934, checkpoint_every=100),
+    expectation="query", normalise="std", kl=0.1, negatives="batch",
+    encoder="sentence-transformers/all-MiniLM-L6-v2", strategy_warmup=0, eval_problems=200,
+    eval_samples=8, eval_every=934, checkpoint_every=100),
     "repository": dict(
     model="Qwen/Qwen2.5-1.5B-Instruct", data="gsm8k", prompt="chat", steps=2000, problems=2,
     micro_batch=1, samples=8, max_new_tokens=1024, learning_rate=5e-6, rank=64,

@@ -106,7 +106,7 @@ def test_a_run_does_not_go_on_with_another_base_model(cache, tmp_path, capsys):
     """One of the same shape, as after a rebuild or on another machine; nothing is touched."""
     folder = run(tmp_path / "run", cache, "--steps", "2")
     other = shutil.copytree(cache, tmp_path / "other")
-    file = other / "tiny-countdown" / "model.safetensors"
+    file = other / "tiny-countdown-many" / "model.safetensors"
     moved = {name: tensor + 0.02 for name, tensor in load_file(file).items()}
     save_file(moved, file, {"format": "pt"})
     before = contents(folder)

@@ -441,7 +441,8 @@ def test_output_leaves_a_runs_evaluation_and_other_kinds_of_files_alone(trained,
 def test_an_evaluation_says_how_it_was_measured(trained, tmp_path):
     found = evaluated(trained, "--eval-temperature", "0.5", "--eval-split", "test-drawn",
                       output=tmp_path / "out.json")
-    assert (found["data"], found["split"], found["temperature"]) == ("countdown", "test-drawn", 0.5)
+    assert (found["data"], found["split"], found["temperature"]) == (
+        "countdown-many", "test-drawn", 0.5)
 
 
 def test_clusters_of_its_own_give_no_number_to_compare(cache, tmp_path):

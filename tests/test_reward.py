@@ -13,7 +13,8 @@ from reward import Signals
 from strategy import Features
 from support.config import Config
 
-PLAIN = Config(sus_baseline="none")
+QUERY = Config(expectation="query")  # the paper's SS, against E(query) alone
+PLAIN = replace(QUERY, sus_baseline="none")
 
 
 def make_signals(**changes) -> Signals:
@@ -77,10 +78,10 @@ def test_the_mean_success_surprise_is_over_correct_responses_only():
 
 
 def test_both_readings_of_ss_and_sus():
-    ss, sus = reward.parts(make_signals(), Config(reading="algorithm"))
+    ss, sus = reward.parts(make_signals(), replace(QUERY, reading="algorithm"))
     torch.testing.assert_close(ss, torch.tensor([[0.0, 1.0, 2.0]] * 2))
     torch.testing.assert_close(sus, torch.tensor([[0.75, 0.75, 0.25], [0.5, 0.5, 0.5]]))
-    ss, sus = reward.parts(make_signals(), Config(reading="equations"))
+    ss, sus = reward.parts(make_signals(), replace(QUERY, reading="equations"))
     torch.testing.assert_close(ss, torch.tensor([[1.0, 0.0, -1.0]] * 2))
     torch.testing.assert_close(sus, torch.tensor([[0.0, 5.0, 10.0], [0.0, 1.0, 2.0]]))
 
@@ -154,7 +155,7 @@ def test_every_method_by_hand(method):
     ("grpo", [[0.0] * 3] * 2),
     ("perplexity", [[1.0] * 3] * 2)])
 def test_each_lambda_weighs_its_own_part_and_sus_counts_from_the_mean(method, expected):
-    config = Config(lambda_ss=3.0, lambda_sus=3.0)
+    config = replace(QUERY, lambda_ss=3.0, lambda_sus=3.0)
     torch.testing.assert_close(reward.METHODS[method](make_signals(), config),
                                torch.tensor(expected))
 
@@ -191,7 +192,7 @@ def test_gates_by_hand():
 def test_a_scaled_bonus_redistributes_among_those_who_earn():
     correct = torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 1.0], [0.0, 1.0, 0.0]])
     intrinsic = torch.tensor([[1.0, 0.0, 9.0], [5.0, 0.0, 3.0], [7.0, 0.5, 2.0]])
-    config = Config(alpha=2.0, alpha_decay=0.0, bonus="scaled")
+    config = Config(alpha=2.0, alpha_decay=0.0, bonus="scaled", gate="mixed")
     rewards = reward.augment(correct, intrinsic, config, 0)
     # Weights 3, 1 and 2 of mean 2; the group that is all right earns nothing.
     torch.testing.assert_close(rewards, torch.tensor([[1.5, 0.5, 0], [1, 1, 1], [0, 1.0, 0]]))
@@ -201,6 +202,10 @@ def test_a_scaled_bonus_redistributes_among_those_who_earn():
         torch.testing.assert_close(reward.augment(correct, bonus, config, 0), correct)
     nobody = torch.ones(3, 3)
     assert torch.equal(reward.augment(nobody, intrinsic, config, 0), nobody)
+    # With the gate `correct` it earns too: weights 3, 1, 11, 1, 7 and 2 of mean 25 / 6.
+    rewards = reward.augment(correct, intrinsic, replace(config, gate="correct"), 0)
+    expected = torch.tensor([[3.0, 1.0, 0.0], [11.0, 1.0, 7.0], [0.0, 2.0, 0.0]]) * 6 / 25
+    torch.testing.assert_close(rewards, expected)
 
 
 @pytest.mark.parametrize("gate", ["group", "none"])
@@ -275,7 +280,7 @@ def test_the_bonus_falls_with_alpha_and_correctness_does_not():
 
 def test_of_two_correct_responses_the_one_with_the_unexpected_strategy_earns_more():
     correct = torch.tensor([[1.0, 1.0, 0.0]] * 2)
-    config = Config(steps=100, bonus="added", alpha=8.0)
+    config = replace(QUERY, steps=100, bonus="added", alpha=8.0)
     bonus = reward.sus(make_signals(correct=correct), config)
     expected, unexpected, wrong = reward.augment(correct, bonus, config, 50)[0].tolist()
     assert unexpected - expected == pytest.approx(config.alpha / 2 * config.lambda_ss)

@@ -178,10 +178,15 @@ def cosine(a, b) -> float:
     return product / math.sqrt(sum(x * x for x in a)) / math.sqrt(sum(y * y for y in b))
 
 
-def parts_by_hand(signals, reading: str, b: int, g: int) -> tuple[float, float]:
-    """SS and SuS of one response, as the paper writes them."""
-    similarity = cosine(signals.z_pre[b, 0], signals.z_post[b, g])
-    if reading == "algorithm":
+def parts_by_hand(signals, config: Config, b: int, g: int) -> tuple[float, float]:
+    """SS and SuS of one response, as the paper writes them, or with SS against the group."""
+    expected = signals.z_pre[b, 0].clone()
+    if config.expectation == "group":
+        for other, c in enumerate(signals.correct[b].tolist()):
+            if c and other != g:
+                expected += signals.z_post[b, other]
+    similarity = cosine(expected, signals.z_post[b, g])
+    if config.reading == "algorithm":
         return 1 - similarity, abs(float(signals.correct[b, g]) - signals.success[b, 0].item())
     miss = math.dist(signals.predicted[b, g].tolist(), signals.state[b, g].tolist())
     return similarity, miss * (1 - similarity)
@@ -195,7 +200,7 @@ def usual_surprise(signals) -> float:
 
 
 def intrinsic_by_hand(signals, config: Config, weights: tuple, b: int, g: int) -> float:
-    ss, sus = parts_by_hand(signals, config.reading, b, g)
+    ss, sus = parts_by_hand(signals, config, b, g)
     if config.reading == "algorithm" and config.sus_baseline == "batch":
         sus -= usual_surprise(signals)
     if config.method == "perplexity":
@@ -247,14 +252,15 @@ def assert_numbers(tensor, expected, tolerance=1e-5) -> None:
 PAID = [({}, 0, 8.0), ({}, 3, 5.0), ({}, 8, 0.0),
         ({"alpha_decay": 0.5}, 1, 6.0), ({"alpha_decay": 0.5}, 6, 0.0),
         ({"alpha_decay": 0.0}, 7, 8.0), ({"alpha": 0.3}, 4, 0.15),
-        ({"gate": "correct"}, 0, 8.0), ({"gate": "none"}, 2, 6.0),
+        ({"gate": "mixed"}, 0, 8.0), ({"gate": "none"}, 2, 6.0),
+        ({"expectation": "query"}, 0, 8.0), ({"expectation": "query", "gate": "mixed"}, 1, 7.0),
         ({"sus_baseline": "none"}, 0, 8.0), ({"lambda_ss": 0.2, "lambda_sus": 3.0}, 0, 8.0),
         ({"normalise": "std"}, 1, 7.0), ({"normalise": "std", "gate": "none"}, 0, 8.0),
         ({"reading": "equations"}, 0, 8.0), ({"reading": "equations", "gate": "none"}, 2, 6.0),
         ({"method": "ss"}, 0, 8.0), ({"method": "surprise"}, 0, 8.0),
-        ({"method": "surprise", "sus_baseline": "none", "gate": "correct"}, 0, 8.0),
+        ({"method": "surprise", "sus_baseline": "none", "gate": "mixed"}, 0, 8.0),
         ({"method": "perplexity", "gate": "none"}, 0, 8.0), ({"bonus": "scaled"}, 3, 5.0),
-        ({"bonus": "scaled", "gate": "correct"}, 0, 8.0)]
+        ({"bonus": "scaled", "gate": "mixed"}, 0, 8.0)]
 
 
 @pytest.mark.parametrize("settings, step, alpha", PAID, ids=str)
@@ -343,7 +349,7 @@ def test_the_metrics_of_a_step_by_hand(make_run, monkeypatch):
     rollout = watched.calls[-1]["rollout"]
     success, correct = signals.success.tolist(), CORRECT.tolist()
     responses = [(b, g) for b in range(4) for g in range(4)]
-    parts = [parts_by_hand(signals, "algorithm", b, g) for b, g in responses]
+    parts = [parts_by_hand(signals, run.config, b, g) for b, g in responses]
     rewards = watched.rewards.tolist()
     brier = statistics.mean((success[b][0] - correct[b][g]) ** 2 for b, g in responses)
     paid = [a for row in advantages_by_hand(rewards, "std") for a in row]
@@ -538,9 +544,9 @@ def test_every_step_and_every_rollout_of_the_warm_up_has_its_own_random_numbers(
 
 def test_the_settings_of_a_run_reach_its_parts(make_run):
     run = make_run(method="grpo", seed=1, rank=3, eval_split="validation")
-    assert run.problems == data.load("countdown", "train", seed=1)
-    assert run.problems != data.load("countdown", "train", seed=0)
-    assert run.eval_problems == data.load("countdown", "validation", 6)
+    assert run.problems == data.load("countdown-many", "train", seed=1)
+    assert run.problems != data.load("countdown-many", "train", seed=0)
+    assert run.eval_problems == data.load("countdown-many", "validation", 6)
     fresh = model.Transformer.from_pretrained(run.policy.base)
     assert same(run.adapters, lora.parameters(lora.apply(fresh, 3, seed=1)))
 
@@ -820,7 +826,7 @@ def test_training_pays_and_costs_strategies(real_cache, tmp_path):
     """Thirty fast steps. The full story is what `python train.py` prints."""
     folder = run(tmp_path / "run", real_cache, "--steps", "30", "--problems", "32", "--samples",
                  "8", "--learning-rate", "4e-3", "--eval-problems", "100", "--eval-samples", "16",
-                 "--method", "grpo", "--normalise", "std", "--kl", "0")
+                 "--method", "grpo", "--normalise", "std", "--kl", "0", "--data", "countdown")
     before, after = read_lines(folder / "evaluations.jsonl")
     assert after["pass@1"] > 1.15 * before["pass@1"]
     assert after["strategy_entropy"] < before["strategy_entropy"] - 0.3

@@ -46,13 +46,13 @@ def test_a_finished_run_of_other_settings_is_refused(tmp_path):
 
 def test_quick_is_a_part_of_its_own(capsys, tmp_path):
     with pytest.raises(SystemExit) as stopped:
-        reproduce.main(["--quick", "--part", "tune", "--folder", str(tmp_path)])
-    assert stopped.value.code == 2 and "--part tune" in capsys.readouterr().err
+        reproduce.main(["--quick", "--part", "few-tune", "--folder", str(tmp_path)])
+    assert stopped.value.code == 2 and "--part few-tune" in capsys.readouterr().err
 
 
 # The first seed and the first base model of each part.
-TUNING = {"tune": (0, 0), "many-tune": (0, 0), "sweep": (0, 0), "many-sus-tune": (30, 10)}
-REPORTS = {"main": (20, 5), "others": (20, 5), "many": (40, 15)}
+TUNING = {"few-tune": (0, 0), "many-tune": (0, 0), "sweep": (0, 0), "many-sus-tune": (30, 10)}
+REPORTS = {"few": (50, 20), "others": (40, 15), "many": (40, 15)}
 
 
 def test_a_plan_tunes_on_other_problems_seeds_and_base_models_than_it_reports(tmp_path):
@@ -77,7 +77,7 @@ def test_a_plan_tunes_on_other_problems_seeds_and_base_models_than_it_reports(tm
     assert list(reproduce.QUICK) == ["sus", "grpo", "shuffled"]
 
 
-@pytest.mark.parametrize("part", ["tune", "many-tune"])
+@pytest.mark.parametrize("part", ["few-tune", "many-tune"])
 def test_every_rival_is_tuned_alike(part):
     methods = [setting.split()[0] for setting in reproduce.PARTS[part].settings.values()]
     assert "grpo" in methods

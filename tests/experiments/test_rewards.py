@@ -91,7 +91,8 @@ def test_rewards_for_wrong_responses_need_a_gate_that_lets_them_through():
 def test_focal_is_the_share_of_wrong_responses_of_the_group():
     bonus = rewards.focal(make_signals(), Config())
     torch.testing.assert_close(bonus, torch.tensor([[1 / 3] * 3, [1.0] * 3]))
-    both = rewards.ss_focal(make_signals(), Config(lambda_ss=2.0, lambda_sus=3.0))
+    config = Config(lambda_ss=2.0, lambda_sus=3.0, expectation="query")
+    both = rewards.ss_focal(make_signals(), config)
     expected = torch.tensor([[0.0, 2.0, 0.0], [2.0, 2.0, 2.0]]) + 3 * bonus
     torch.testing.assert_close(both, expected)
 

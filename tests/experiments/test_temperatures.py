@@ -29,7 +29,7 @@ def test_a_run_is_measured_once_at_every_temperature(cache, tmp_path, capsys, mo
     assert [line["pass@1"] for line in short] == pytest.approx(
         [line["pass@1"] for line in lines], abs=1e-5)
     assert {(line["name"], line["seed"], line["base"], line["data"]) for line in short} == {
-        ("mine", 0, cache.name, "countdown")}
+        ("mine", 0, cache.name, "countdown-many")}
     with monkeypatch.context() as patch:
         patch.setattr(evaluate, "evaluate", None)  # may not be called again
         temperatures.main([*command, "--output", str(tmp_path / "all.jsonl")])

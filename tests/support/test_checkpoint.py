@@ -88,11 +88,11 @@ def test_an_empty_folder_is_as_good_as_none(cache, tmp_path):
 
 def test_without_a_name_every_run_gets_its_own_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    mine = tmp_path / "runs" / "sus-countdown-0-2" / "mine.txt"
+    mine = tmp_path / "runs" / "sus-sums-0-2" / "mine.txt"
     mine.parent.mkdir(parents=True)
     mine.write_text("not a run, and not to be touched")
-    names = [checkpoint.claim(Config()).run for _ in range(3)]
-    assert names == ["runs/sus-countdown-0", "runs/sus-countdown-0-3", "runs/sus-countdown-0-4"]
+    names = [checkpoint.claim(Config(data="sums.jsonl")).run for _ in range(3)]
+    assert names == ["runs/sus-sums-0", "runs/sus-sums-0-3", "runs/sus-sums-0-4"]
     assert mine.read_text() == "not a run, and not to be touched"
 
 
@@ -202,7 +202,7 @@ def test_resuming_with_other_settings_is_refused_by_name(finished, capsys):
     before = all_files(finished)
     error = refused(capsys, resume, finished, "--kl", "0.5", "--seed", "0", "--gate", "none")
     assert "--kl 0.5 (the run: 0.03)" in error
-    assert "--gate none (the run: mixed)" in error
+    assert "--gate none (the run: correct)" in error
     assert "--seed" not in error
     assert before == all_files(finished)
 

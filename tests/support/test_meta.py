@@ -18,8 +18,8 @@ from tests.conftest import small_model
 
 PROMPTS = [[3, 4], [5, 6, 7], [8]]
 TOKENS = 2
-CONFIG = Config(gate="none", sus_baseline="none", lambda_ss=1.0, lambda_sus=1.0, kl=0.5,
-                max_new_tokens=TOKENS)
+CONFIG = Config(gate="none", expectation="query", sus_baseline="none", lambda_ss=1.0,
+                lambda_sus=1.0, kl=0.5, max_new_tokens=TOKENS)
 
 
 def make_signals(correct, shift, success) -> Signals:
