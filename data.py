@@ -11,10 +11,11 @@ and, where it has them,
 
 Countdown is built in: combine every given number once, with + - *, to reach a target.
     use 3,8,5 to make 19:   ->   8*3=24;24-5=19
-A third of its problems can be solved in several ways, and each legal response shows its strategy,
-so one can watch a policy lose strategies. Word problems come from GSM8K or from JSONL files and are
-judged by the number that the response ends on (support/answers.py). A task of your own is one
-function from a split to its problems: `--data my_file:my_function`.
+Each legal response shows its strategy, so one can watch a policy lose strategies. Problems of
+countdown-many can all be solved in several ways, most of countdown's in one. Word problems come
+from GSM8K or from JSONL files and are judged by the number that the response ends on
+(support/answers.py). A task of your own is one function from a split to its problems:
+`--data my_file:my_function`.
 """
 import hashlib
 import random

@@ -1,10 +1,11 @@
 """The tiny base model: a Llama of 0.8 million parameters that has seen Countdown played.
 
-It is pretrained from scratch on random legal plays, one in five of which ends on the target in its
-prompt. So it knows the notation and the arithmetic, uses all strategies, is right now and then, and
-hardly knows which target asks for which strategy. Its share of winning plays (TARGET_SHARE) was
-chosen so that plain GRPO loses its strategies; RESULTS.md says what follows from that. The base
-model of countdown-many knows more.
+It is pretrained from scratch on random legal plays, a share of which ends on the target in its
+prompt (TARGET_SHARE). So it knows the notation and the arithmetic, uses all strategies, and is
+right now and then. In countdown-many it has seen many winning plays: a policy is soon often right,
+and GRPO settles on one way per problem. In countdown it has seen few and hardly knows which target
+asks for which strategy: GRPO is tempted to do nothing but add. Both shares were chosen so that
+plain GRPO loses strategies; RESULTS.md says what follows from that.
 
 The result is an ordinary Hugging Face folder, so the tiny model and a downloaded one take the same
 path through the code.
