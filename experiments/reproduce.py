@@ -59,7 +59,7 @@ CONTROLS = {"shuffled": f"{OTHER}shuffled", "random": f"{OTHER}random_embeddings
 MANY = {"sus": f"sus {WAYS}", "grpo-kl-0.1": MANY_TUNE["grpo-kl-0.1"],
         "grpo-kl-0.2": MANY_TUNE["grpo-kl-0.2"], "focal": MANY_TUNE["focal-kl-0.1"]} | {
     name: f"{method} {WAYS}" for name, method in CONTROLS.items()}
-BEST = FEW_TUNE["sus-alpha=4"].removeprefix("sus ")  # by few-tune
+BEST = FEW_TUNE["sus-group-alpha=4"].removeprefix("sus ")  # by few-tune
 FEW = {"sus": f"sus {BEST}", "grpo-kl-0.1": FEW_TUNE["grpo-kl-0.1"],
        "focal": FEW_TUNE["focal-alpha=8"], "passk": FEW_TUNE["passk-kl-0.0"]} | {
     name: f"{method} {BEST}" for name, method in CONTROLS.items()}
