@@ -38,7 +38,7 @@ OVER_STEPS = {
     "training": ("correct", "entropy", "kl")}
 FIRST = ("sus", "grpo", "grpo-kl-0.1", "grpo-kl-0.2", "passk", "focal")  # in the legends
 # Okabe and Ito's colours, which people with colour blindness can tell apart, and two more.
-PALETTE = "#0072B2 #D55E00 #56B4E9 #CC79A7 #009E73 #E69F00 #F0E442 #000000 #999999 #882255".split()
+PALETTE = "#0072B2 #D55E00 #56B4E9 #CC79A7 #009E73 #E69F00 #000000 #999999 #882255 #F0E442".split()
 Panels = dict[str, list[tuple]]  # of a figure: heading -> points (name, x, y)
 
 
