@@ -115,7 +115,7 @@ class Config:
                            "each of them once; test-drawn: as training draws them",
                            choices=("test", "validation", "test-drawn"))
     eval_temperature: float = flag(1.0, "sampling temperature of evaluations; 0 is greedy")
-    eval_problems: int = flag(200, "how many problems of that split", low=1)
+    eval_problems: int = flag(150, "how many problems of that split", low=1)
     eval_samples: int = flag(16, "responses to each", low=1, high=10 ** 5)
 
 
