@@ -129,8 +129,8 @@ def random_play(numbers: tuple[int, ...], rng: random.Random,
 def random_problem(size: int, rng: random.Random, kinds: int = 1) -> Countdown:
     """The target is where a random play that prefers + ends.
 
-    Adding all numbers solves one training problem in three, more than any other strategy does,
-    which tempts a policy to do nothing else.
+    Adding all numbers solves one training problem of countdown in three, more than any other
+    strategy does, which tempts a policy to do nothing else.
     """
     while True:
         numbers = tuple(rng.randint(1, LARGEST_NUMBER) for _ in range(size))

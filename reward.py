@@ -10,6 +10,9 @@ The paper's text and its Algorithm 1 disagree about SS and SuS, so both readings
     SS           1 - cos(E(query), PSE(response))       cos(E(query), E(query, response))   Eq. 2
     SuS          |c - P(query)|                         |M(s, a) - s'| * (1 - SS)           Eq. 3
 
+With --expectation group, the default, Algorithm 1's SS compares a response not with E(query) alone
+but also with the group's other successes (expect_group).
+
 METHODS maps each name of --method to a function (signals, config) -> r_int (B, G). Your own reward
 needs no change here: `--method my_file:my_function` works too. Advantages are computed from r by
 grpo.group_advantages. Nothing here carries a gradient or looks at true strategies.
@@ -83,7 +86,7 @@ def mean_success_surprise(correct: Tensor, success: Tensor) -> float:
 
     As long as P knows nothing, every success surprises alike, and paying all of them only speeds up
     whatever the policy does already. Groups that are all right count, even where the gate `mixed`
-    pays them nothing: they are what the policy is known to solve.
+    pays them nothing: they are what the policy is known to solve. All ranks must call this.
     """
     correct, success = parallel.gather(correct), parallel.gather(success)  # of all ranks
     surprise = success_surprise(correct, success)
@@ -103,9 +106,9 @@ def expect_group(z_pre: Tensor, z_post: Tensor, correct: Tensor) -> Tensor:
 def parts(signals: Signals, config: Config) -> tuple[Tensor, Tensor]:
     """SS and SuS (B, G) in the reading that was asked for."""
     z_pre, z_post, correct = signals.z_pre, signals.z_post, signals.correct
-    if config.expectation == "group":
-        z_pre = expect_group(z_pre, z_post, correct)
     if config.reading == "algorithm":
+        if config.expectation == "group":
+            z_pre = expect_group(z_pre, z_post, correct)
         return strategy_shift(z_pre, z_post), success_surprise(correct, signals.success)
     ss = strategy_stability(z_pre, z_post)
     return ss, strategy_surprise(signals.predicted, signals.state, ss)

@@ -31,9 +31,8 @@ PRIMARY = ("passk", "focal", "shuffled", "random")
 GOALS = {"countdown": ("pass@1", "pass@5"), "countdown-many": ("coverage at equal pass@1",)}
 # Student's t, 97.5 %, by degrees of freedom; beyond them 1.96 + 2.5 / degrees is close.
 STUDENT = (np.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
-NUMBER = int | float
-FIELDS = {"name": str, "seed": int, "base": str, "data": str, "split": str, "problems": int,
-          "temperature": NUMBER, "pass@1": NUMBER, "pass@5": NUMBER, "pass@16": NUMBER}
+SPLITS = ("test", "test-drawn", "validation")
+TEXTS, COUNTS = ("name", "base", "data"), ("seed", "problems")
 Curves = dict[str, dict[int, list[dict]]]  # setting -> seed -> lines by rising temperature
 
 
@@ -73,15 +72,27 @@ def holm(p_values: list[float]) -> list[float]:
     return adjusted
 
 
+def check_line(line: dict, measures: tuple[str, ...]) -> None:
+    """Refuse a line that lacks something, or has something else in its place."""
+    sound = {key: type(line.get(key)) is str for key in TEXTS}
+    sound |= {key: type(line.get(key)) is int for key in COUNTS}
+    sound["split"] = line.get("split") in SPLITS
+    sound["temperature"] = type(line.get("temperature")) in (int, float)
+    for key in measures:
+        sound[key] = type(line.get(key)) in (int, float) and 0 <= line[key] <= 1
+    odd = [key for key, is_sound in sound.items() if not is_sound]
+    if odd:
+        where = ", ".join(f"{key} {line.get(key)}" for key in ("name", "seed", "split"))
+        raise ValueError(f"a line to compare is damaged or of another version, see the "
+                         f"{', '.join(odd)} of {where}")
+
+
 def read_curves(lines: list[dict], split: str) -> Curves:
     """What was measured on the problems of a split; refuses runs that do not belong together."""
     if not lines:
         raise ValueError("there is nothing to compare: no run was measured")
     for line in lines:
-        odd = [key for key, kind in FIELDS.items() if not isinstance(line.get(key), kind)]
-        if odd:
-            raise ValueError("a line to compare is damaged or of another version, see its "
-                             f"{', '.join(odd)}")
+        check_line(line, MEASURES if "coverage" in lines[0] else MEASURES[:3])
     curves: Curves = {}
     for line in sorted(lines, key=lambda line: line["temperature"]):
         if line["split"] == split:
@@ -223,7 +234,7 @@ def differences_table(curves: Curves, validation: Curves, goals: tuple[str, ...]
                   for measure, at in known(curves, MATCHED)}
         rows[name] = cells
         if other in PRIMARY or other.startswith("grpo"):
-            planned |= {(name, goal): cells[goal] for goal in goals}
+            planned |= {(name, goal): cells[goal] for goal in goals if goal in cells}
     planned = {key: values for key, values in planned.items()
                if len(values) > 1 and np.isfinite(values).all()}
     p_values = dict(zip(planned, holm([p_value(values) for values in planned.values()])))

@@ -2,13 +2,13 @@
 
     python -m experiments.plot runs/reproduce/many          every figure that these runs can show
     python -m experiments.plot runs/a runs/b --output figures
-    python -m experiments.plot results/many.jsonl --output figures    the figure `temperatures`
+    python -m experiments.plot results/many.jsonl --output figures    writes figures/many.png
 
 Runs whose folders differ only in the number at the end are seeds of one setting: they share a line,
 with the 95 % interval of their mean as a band.
 
     temperatures        pass@1 against pass@16 and against coverage as the temperature rises, from
-                        the measures.jsonl that experiments.reproduce or .temperatures writes
+                        a file that experiments.reproduce or .temperatures writes, named like it
     story, diversity, intrinsic, losses, training    metrics over the steps; dotted: the entropy of
                         a policy that is always right, with one strategy per problem or with all
     passes, ablation    pass@k against k; both parts of SuS, either part, none
@@ -24,7 +24,15 @@ from pathlib import Path
 import numpy as np
 
 import data
-from experiments.compare import MATCHED, known, mean_and_half, mean_curve, read_curves, setting_name
+from experiments.compare import (
+    MATCHED,
+    SPLITS,
+    known,
+    mean_and_half,
+    mean_curve,
+    read_curves,
+    setting_name,
+)
 from support.checkpoint import CHANGEABLE
 from support.config import Parser, guard
 from support.files import read_json, read_lines
@@ -100,9 +108,8 @@ def over_steps(runs: list[Run], metrics: tuple[str, ...]) -> Panels:
 
 def over_temperatures(lines: list[dict]) -> Panels:
     """Means over seeds, on test problems if there are any."""
-    # In the order of the alphabet test comes first, then test-drawn, then validation.
-    split = min((line["split"] for line in lines), default="test")
-    curves = read_curves(lines, split)
+    splits = [split for split in SPLITS if read_curves(lines, split)]
+    curves = read_curves(lines, splits[0])
     return {f"{y} by {x}": [(name, point[x], point[y]) for name, seeds in curves.items()
                             for point in mean_curve(seeds, [x, y])]
             for y, x in known(curves, MATCHED[:2])}
@@ -175,12 +182,13 @@ def draw_line(axis, name: str, points: list[tuple]) -> None:
     axis.fill_between(xs, means - halves, means + halves, color=line.get_color(), alpha=0.25)
 
 
-def draw_figure(panels: Panels, file: Path, perfect: dict[str, float]) -> None:
+def draw_figure(panels: Panels, file: Path, perfect: dict[str, float],
+                is_curve: bool = False) -> None:
     try:
         from matplotlib.figure import Figure  # no window, no global state
     except ImportError:
         raise ValueError("figures need matplotlib: pip install matplotlib") from None
-    is_map, is_curve = file.stem == "embeddings", file.stem == "temperatures"
+    is_map = file.stem == "embeddings"
     figure = Figure((4.2 * len(panels) + 2, 4), layout="constrained")
     axes = figure.subplots(1, len(panels), squeeze=False, sharex=is_map, sharey=is_map)[0]
     counts = Counter(name for points in panels.values() for name, *_ in points)
@@ -221,11 +229,11 @@ def draw(runs: list[Run], output: Path) -> list[Path]:
     return written
 
 
-def draw_temperatures(lines: list[dict], output: Path) -> Path:
+def draw_temperatures(lines: list[dict], file: Path) -> Path:
     panels = over_temperatures(lines)
-    output.mkdir(parents=True, exist_ok=True)
-    draw_figure(panels, output / "temperatures.png", {})
-    return output / "temperatures.png"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    draw_figure(panels, file, {}, is_curve=True)
+    return file
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -240,7 +248,8 @@ def main(argv: list[str] | None = None) -> None:
             if len(arguments.runs) > 1:
                 raise ValueError("a file of measures is drawn alone: name one file, or run folders")
             lines = read_lines(first, key="split")
-            drawn = [draw_temperatures(lines, Path(arguments.output or first.parent))]
+            folder = Path(arguments.output or first.parent)
+            drawn = [draw_temperatures(lines, folder / f"{first.stem}.png")]
         else:
             drawn = draw(find_runs(arguments.runs), Path(arguments.output or first))
         print(*drawn, sep="\n")

@@ -23,7 +23,7 @@ from support import checkpoint, files, tiny
 from support.config import Config, flag, guard, parse
 
 OTHER = "experiments.rewards:"
-# All that matters is written out, so that no default counts; grpo ignores the first line.
+# What was once another default is written out; grpo ignores all of SCALED.
 SCALED = "--bonus scaled --alpha 16 --gate mixed"
 PASSK = "--bonus added --gate none --alpha 1 --alpha-decay 0"
 GROUP = "--bonus scaled --expectation group --gate correct"
@@ -59,7 +59,7 @@ CONTROLS = {"shuffled": f"{OTHER}shuffled", "random": f"{OTHER}random_embeddings
 MANY = {"sus": f"sus {WAYS}", "grpo-kl-0.1": MANY_TUNE["grpo-kl-0.1"],
         "grpo-kl-0.2": MANY_TUNE["grpo-kl-0.2"], "focal": MANY_TUNE["focal-kl-0.1"]} | {
     name: f"{method} {WAYS}" for name, method in CONTROLS.items()}
-BEST = FEW_TUNE["sus-group-alpha=4"].removeprefix("sus ")  # by few-tune
+BEST = FEW_TUNE["sus-group-alpha=4"].removeprefix("sus ")  # results/few-sus-tune.jsonl
 FEW = {"sus": f"sus {BEST}", "grpo-kl-0.1": FEW_TUNE["grpo-kl-0.1"],
        "focal": FEW_TUNE["focal-alpha=8"], "passk": FEW_TUNE["passk-kl-0.0"]} | {
     name: f"{method} {BEST}" for name, method in CONTROLS.items()}
@@ -223,7 +223,8 @@ def main(argv: list[str] | None = None) -> None:
         files.write_text(output / "tables.md", table)
         print(table, output / "tables.md", sep="\n")
         runs = plot.find_runs([str(folder) for folder in jobs])
-        print(plot.draw_temperatures(lines, output), *plot.draw(runs, output), sep="\n")
+        print(plot.draw_temperatures(lines, output / "temperatures.png"),
+              *plot.draw(runs, output), sep="\n")
 
 
 if __name__ == "__main__":

@@ -80,8 +80,9 @@ class Config:
                      choices=("correct", "mixed", "group", "none"))
     reading: str = flag("algorithm", "SS and SuS as in the paper's Algorithm 1, or in Eq. 2 and 3",
                         choices=("algorithm", "equations"))
-    expectation: str = flag("group", "what SS compares a response with: E(query), or E(query) and "
-                            "the group's other correct responses", choices=("query", "group"))
+    expectation: str = flag("group", "what Algorithm 1's SS compares a response with: E(query), "
+                            "or E(query) and the group's other correct responses",
+                            choices=("query", "group"))
     lambda_ss: float = flag(1.0, "weight of SS")
     lambda_sus: float = flag(0.5, "weight of SuS")
     sus_baseline: str = flag("batch", "what is subtracted from SuS: its mean over the batch's "

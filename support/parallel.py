@@ -5,7 +5,7 @@
 Every rank has the base weights and samples, judges and scores its own problems. Per step the ranks
 exchange one sum of the adapters' gradients, and the features and outcomes of each response: with
 those, every rank's strategy networks see the whole batch and take the same steps. Rank 0 writes the
-run folder and all ranks read it. With one process these functions return what they are given.
+run folder and all ranks read it. With one process nothing is exchanged.
 """
 import atexit
 import json

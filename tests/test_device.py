@@ -118,9 +118,10 @@ def test_the_worst_step_comes_first_and_teaches_nothing(cache, tmp_path, device,
     assert calls[0][:5] == (3, 9, (12, 20), [20] * 12, (3, 4)) and calls[0][5] > 0
     assert [adapter.tolist() for adapter in of_run.adapters.values()] == before
     assert all(adapter.grad is None for adapter in of_run.adapters.values())
-    monkeypatch.setattr(budget.parallel, "world", lambda: 2)  # a process has half of the problems
-    for name in ("gather", "gather_values", "sum_gradients"):
-        monkeypatch.setattr(parallel, name, lambda value: [value] if type(value) is dict else value)
+    monkeypatch.setattr(parallel, "world", lambda: 2)  # a process has half of the problems
+    monkeypatch.setattr(parallel, "gather", lambda rows: rows)
+    monkeypatch.setattr(parallel, "gather_values", lambda value: [value])
+    monkeypatch.setattr(parallel, "sum_gradients", lambda parameters: None)
     budget.try_worst_step(of_run)
     assert calls[1][0] == 2
 

@@ -181,7 +181,7 @@ def cosine(a, b) -> float:
 def parts_by_hand(signals, config: Config, b: int, g: int) -> tuple[float, float]:
     """SS and SuS of one response, as the paper writes them, or with SS against the group."""
     expected = signals.z_pre[b, 0].clone()
-    if config.expectation == "group":
+    if config.expectation == "group" and config.reading == "algorithm":
         for other, c in enumerate(signals.correct[b].tolist()):
             if c and other != g:
                 expected += signals.z_post[b, other]

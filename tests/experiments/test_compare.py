@@ -14,7 +14,8 @@ def lines(name, seed, *points, split="test", task="countdown"):
     """(temperature, pass@1, coverage) -> lines; pass@5 and pass@16 are made of them."""
     return [{"name": name, "seed": seed, "split": split, "temperature": t, "data": task,
              "base": f"cache-{seed}", "problems": 400,
-             "pass@1": p, "pass@5": p + 0.1, "pass@16": c, "coverage": c} for t, p, c in points]
+             "pass@1": p, "pass@5": min(p + 0.1, 1), "pass@16": c, "coverage": c}
+            for t, p, c in points]
 
 
 CURVE = lines("sus", 1, (0.3, 0.9, 0.4), (0.6, 0.8, 0.5), (1.0, 0.6, 0.7))
@@ -130,6 +131,9 @@ def test_noise_alone_gives_no_difference():
     (lambda found: [found[0] | {"base": "x"}] + found[1:], "different base models for one seed"),
     (lambda found: [{"name": "x"}], "damaged"), (lambda found: [], "nothing to compare"),
     (lambda found: [line | {"pass@1": None} for line in found], "damaged"),
+    (lambda found: found[:-1] + [found[-1] | {"coverage": None}], "see the coverage of name ss"),
+    (lambda found: found[:-1] + [found[-1] | {"pass@5": math.nan}], "see the pass@5 of name ss"),
+    (lambda found: [line | {"split": "Test"} for line in found], "see the split"),
     (lambda found: [line | {"temperature": "hot"} for line in found[:1]] + found[1:], "damaged")])
 def test_what_cannot_be_compared_is_refused(change, message):
     with pytest.raises(ValueError, match=message):

@@ -109,9 +109,9 @@ def test_curves_over_the_temperature_are_means_over_seeds():
 def test_a_file_of_measures_is_drawn(tmp_path, capsys):
     write_lines(tmp_path / "main.jsonl", make_measures())
     plot.main([str(tmp_path / "main.jsonl")])
-    assert capsys.readouterr().out.strip() == str(tmp_path / "temperatures.png")
+    assert capsys.readouterr().out.strip() == str(tmp_path / "main.png")
     plot.main([str(tmp_path / "main.jsonl"), "--output", str(tmp_path / "figures")])
-    with Image.open(tmp_path / "figures" / "temperatures.png") as image:
+    with Image.open(tmp_path / "figures" / "main.png") as image:
         assert image.format == "PNG"
 
 
@@ -122,7 +122,7 @@ def test_measures_that_cannot_be_drawn_are_one_line(text, tmp_path, capsys):
     with pytest.raises(SystemExit) as stopped:
         plot.main([str(tmp_path / "main.jsonl")])
     assert stopped.value.code == 2 and capsys.readouterr().err.count("\n") == 1
-    assert not (tmp_path / "temperatures.png").exists()
+    assert not (tmp_path / "main.png").exists()
 
 
 def test_only_one_file_of_measures_is_drawn(tmp_path, capsys):
