@@ -210,7 +210,7 @@ def test_so_many_runs_at_a_time_with_one_thread_each(tmp_path, monkeypatch, work
     monkeypatch.setattr(reproduce.temperatures, "read_measures", lambda folders, splits: [])
     with pytest.raises(SystemExit):  # there is nothing to compare
         reproduce.main(["--quick", "--folder", str(tmp_path), "--workers", str(workers)])
-    assert len(started) == len(ended) == 9 and max(running) == workers
+    assert len(started) == len(ended) == 6 and max(running) == workers
 
 
 def test_a_run_is_trained_then_measured_and_the_first_setting_with_its_base_model(tmp_path):
