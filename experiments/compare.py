@@ -31,7 +31,7 @@ PRIMARY = ("passk", "focal", "shuffled", "random")
 GOALS = {"countdown": ("pass@1", "pass@5"), "countdown-many": ("coverage at equal pass@1",)}
 # Student's t, 97.5 %, by degrees of freedom; beyond them 1.96 + 2.5 / degrees is close.
 STUDENT = (np.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
-SPLITS = ("test", "test-drawn", "validation")
+SPLITS = ("validation", "test", "test-drawn")
 TEXTS, COUNTS = ("name", "base", "data"), ("seed", "problems")
 Curves = dict[str, dict[int, list[dict]]]  # setting -> seed -> lines by rising temperature
 
@@ -251,7 +251,7 @@ def differences_table(curves: Curves, validation: Curves, goals: tuple[str, ...]
 def make_tables(lines: list[dict]) -> str:
     """All tables of a file; without test problems, what was measured on validation."""
     validation = read_curves(lines, "validation")
-    splits = [split for split in ("test", "test-drawn") if read_curves(lines, split)]
+    splits = [split for split in SPLITS[1:] if read_curves(lines, split)]
     text = ""
     for split in splits or ["validation"]:
         curves = read_curves(lines, split)

@@ -108,7 +108,7 @@ def over_steps(runs: list[Run], metrics: tuple[str, ...]) -> Panels:
 
 def over_temperatures(lines: list[dict]) -> Panels:
     """Means over seeds, on test problems if there are any."""
-    splits = [split for split in SPLITS if read_curves(lines, split)]
+    splits = [split for split in (*SPLITS[1:], SPLITS[0]) if read_curves(lines, split)]
     curves = read_curves(lines, splits[0])
     return {f"{y} by {x}": [(name, point[x], point[y]) for name, seeds in curves.items()
                             for point in mean_curve(seeds, [x, y])]

@@ -19,12 +19,12 @@ import evaluate
 import lora
 import sample
 from experiments import compare
+from experiments.compare import SPLITS
 from support import checkpoint, files, tiny
 from support.config import Parser, guard
 from support.fast import accelerate
 
 TEMPERATURES = (0.2, 0.4, 0.7, 1.0, 1.3)
-SPLITS = ("validation", "test", "test-drawn")
 KEPT = (*compare.MEASURES, "strategy_choice", "strategy_entropy", "cluster_entropy", "distinct")
 
 

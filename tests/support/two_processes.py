@@ -107,7 +107,6 @@ class Evaluations:
 def check_exchange() -> None:
     rank = parallel.rank()
     assert parallel.world() == 2
-    assert parallel.world() == 2
     assert parallel.is_leader() == (rank == 0)
     assert parallel.share(list("abc")) == (["a"], ["b", "c"])[rank]
     rows = torch.full((rank + 1, 2), float(rank))
