@@ -11,19 +11,20 @@ and, where it has them,
 
 Countdown is built in: combine every given number once, with + - *, to reach a target.
     use 3,8,5 to make 19:   ->   8*3=24;24-5=19
-Each legal response shows its strategy, so one can watch a policy lose strategies. Problems of
-countdown-many can all be solved in several ways, most of countdown's in one. Word problems come
-from GSM8K or from JSONL files and are judged by the number that the response ends on
+Each legal response shows its strategy: the calculation, whatever the order of its steps. So one
+can watch a policy lose strategies. In countdown-many each problem can be solved by two calculations
+or more, and a response need not use every number; in countdown most problems have one. Word
+problems come from GSM8K or from JSONL files and are judged by the number that the response ends on
 (support/answers.py). A task of your own is one function from a split to its problems:
 `--data my_file:my_function`.
 """
 import hashlib
 import random
 import re
+from collections import Counter
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property
-from itertools import permutations
+from functools import cache, cached_property
 from pathlib import Path
 
 from support import parallel
@@ -34,85 +35,148 @@ OPERATORS = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b:
 # At most five digits per number, none a leading zero: no step is longer than 17 characters.
 DIGITS = "(0|[1-9][0-9]{0,4})"
 STEP = re.compile(f"{DIGITS}([-+*]){DIGITS}={DIGITS}")
-LARGEST_NUMBER, LARGEST_RESULT = 15, 99
+LARGEST_RESULT = 99
+LETTERS = "abcd"  # the names of a problem's numbers, from the smallest to the largest
 SPLITS = ("test", "validation", *["train"] * 6)  # a problem's hash decides its place in this list
-# task: how many numbers, and how many kinds of solution (sets of operators) each problem must have
-COUNTDOWN = {"countdown": (3, 1), "countdown4": (4, 1), "countdown-many": (3, 2)}
 COUNTDOWN_TRAINING = 3000  # training problems
+
+
+@dataclass(frozen=True)
+class Rules:
+    count: int  # how many numbers a problem has
+    smallest: int = 1
+    largest: int = 15
+    use_all: bool = True  # must a response use every number?
+    strategies: int = 1  # how many a problem must have
+
+
+COUNTDOWN = {"countdown": Rules(3), "countdown4": Rules(4),
+             "countdown-many": Rules(3, 2, 20, use_all=False, strategies=2)}
+
+
+# A calculation multiplied out: (letters of a product, how often it is added) for each of its terms.
+Calculation = tuple[tuple[str, int], ...]
+Table = tuple[tuple[int, Calculation], ...]  # numbers to play with, and where they come from
+
+
+def first_table(numbers: tuple[int, ...]) -> Table:
+    """The given numbers, from the smallest to the largest; equal ones have the same letter."""
+    letters = dict(zip(sorted(set(numbers)), LETTERS))
+    return tuple((number, ((letters[number], 1),)) for number in sorted(numbers))
+
+
+def take(table: Table, number: int) -> tuple[Calculation, Table] | None:
+    """The first entry with this number, and the rest of the table."""
+    for place, (value, calculation) in enumerate(table):
+        if value == number:
+            return calculation, table[:place] + table[place + 1:]
+    return None
+
+
+def combine(x: Calculation, operator: str, y: Calculation) -> Calculation:
+    """(b + c) * a and c * a + a * b are the same: ab + ac."""
+    if operator == "*":
+        terms = [("".join(sorted(one + other)), i * j) for one, i in x for other, j in y]
+    else:
+        sign = 1 if operator == "+" else -1
+        terms = [*x, *((letters, sign * count) for letters, count in y)]
+    total = Counter()
+    for letters, count in terms:
+        total[letters] += count
+    return tuple(sorted(term for term in total.items() if term[1]))
+
+
+def name_calculation(calculation: Calculation) -> str:
+    """`ab-2c` for a * b - c - c; 0 for a - a."""
+    terms = [f"{'-' if count < 0 else '+'}{abs(count) if abs(count) > 1 else ''}{letters}"
+             for letters, count in calculation]
+    return "".join(sorted(terms)).removeprefix("+") or "0"
+
+
+def play_step(table: Table, a: int, operator: str, b: int) -> Table | None:
+    """Take a and b from the table and put their result there; None if that is illegal."""
+    first = take(table, a)
+    second = first and take(first[1], b)
+    result = OPERATORS[operator](a, b)
+    if second is None or result < 0:
+        return None
+    return (*second[1], (result, combine(first[0], operator, second[0])))
+
+
+@cache
+def solve(numbers: tuple[int, ...], use_all: bool) -> dict[int, set[str]]:
+    """{result: the strategies that reach it} of all legal plays of these numbers."""
+    tables, strategies = {first_table(numbers)}, {}
+    for step in range(1, len(numbers)):
+        # Enough: a - b may not be negative, and a + b and a * b are b + a and b * a.
+        found = (play_step(table, a, operator, b) for table in tables for a, _ in table
+                 for b, _ in table if a >= b for operator in OPERATORS)
+        tables = set(found) - {None}
+        for *_, (result, calculation) in tables if step == len(numbers) - 1 or not use_all else ():
+            strategies.setdefault(result, set()).add(name_calculation(calculation))
+    return strategies
 
 
 @dataclass(frozen=True)
 class Countdown:
     numbers: tuple[int, ...]
     target: int
-    instruction = ("Use each number once, with + - *. Write only the steps, like this: "
-                   "8*3=24;24-5=19")
+    use_all: bool = True
+
+    @property
+    def instruction(self) -> str:
+        return (f"Use each number {'' if self.use_all else 'at most '}once, with + - *. Write only "
+                "the steps, like this: 8*3=24;24-5=19")
 
     @cached_property
     def prompt(self) -> str:
         return f"use {','.join(map(str, self.numbers))} to make {self.target}:"
 
-    def play(self, response: str) -> tuple[str, int] | None:
-        """Parse a response -> (its operators in order, its result), None if it is illegal.
+    def play(self, response: str) -> tuple[int, Calculation] | None:
+        """Parse a response -> (its result, its calculation), None if it is illegal.
 
-        Legal: one step fewer than there are numbers, each `a+b=c`, joined by `;`; the arithmetic is
-        right; each a and b is on the table: the step takes them away and puts its result there.
+        Legal: steps `a+b=c`, joined by `;`, one fewer than there are numbers, or any number up to
+        that if not all must be used; the arithmetic is right; each a and b is on the table: the
+        step takes them away and puts its result there. The last step's result counts.
         """
         if len(response) > 20 * len(self.numbers):  # longer than any legal play
             return None
         steps = [STEP.fullmatch(step) for step in response.split(";")]
-        if len(steps) != len(self.numbers) - 1 or None in steps:
+        most = len(self.numbers) - 1
+        if None in steps or len(steps) > most or self.use_all and len(steps) < most:
             return None
-        table, operators = list(self.numbers), ""
+        table = first_table(self.numbers)
         for step in steps:
-            a, operator, b, result = int(step[1]), step[2], int(step[3]), int(step[4])
-            for number in (a, b):
-                if number not in table:
-                    return None
-                table.remove(number)
-            if OPERATORS[operator](a, b) != result:
+            table = play_step(table, int(step[1]), step[2], int(step[3]))
+            if table is None or table[-1][0] != int(step[4]):
                 return None
-            table.append(result)
-            operators += operator
-        return operators, result
+        return table[-1]
 
     def judge(self, response: str) -> float:
         played = self.play(response)
-        return float(played is not None and played[1] == self.target)
+        return float(played is not None and played[0] == self.target)
 
     def valid(self, response: str) -> bool:
         return self.play(response) is not None
 
     def strategy_of(self, response: str) -> str | None:
-        """The operators in order, such as `*-`."""
+        """The calculation, with letters for the numbers from small to large, such as `ac-b`."""
         played = self.play(response)
-        return played and played[0]
+        return played and name_calculation(played[1])
 
     @cached_property
     def strategies(self) -> set[str]:
         """Every strategy that solves this problem."""
-        return {operators for operators, result in all_plays(self.numbers) if result == self.target}
+        return solve(tuple(sorted(self.numbers)), self.use_all).get(self.target, set())
 
 
-def all_plays(numbers: tuple[int, ...]) -> set[tuple[str, int]]:
-    """(operators in order, result) of every legal play of these numbers."""
-    if len(numbers) == 1:
-        return {("", numbers[0])}
-    plays = set()
-    for i, j in permutations(range(len(numbers)), 2):
-        rest = tuple(number for k, number in enumerate(numbers) if k not in (i, j))
-        for operator, apply in OPERATORS.items():
-            result = apply(numbers[i], numbers[j])
-            if result >= 0:
-                plays |= {(operator + later, last) for later, last in all_plays((*rest, result))}
-    return plays
-
-
-def random_play(numbers: tuple[int, ...], rng: random.Random,
-                operators: str = "+-*") -> tuple[str, int]:
-    """A random legal play of these numbers -> (response, result)."""
+def random_play(numbers: tuple[int, ...], rng: random.Random, operators: str = "+-*",
+                use_all: bool = True) -> tuple[str, int]:
+    """A random legal play of these numbers, or of some of them -> (response, result)."""
     while True:
         table, steps = list(numbers), []
+        if not use_all:
+            table = rng.sample(table, rng.randint(2, len(numbers)))
         while len(table) > 1:
             a = table.pop(rng.randrange(len(table)))
             b = table.pop(rng.randrange(len(table)))
@@ -126,17 +190,15 @@ def random_play(numbers: tuple[int, ...], rng: random.Random,
             return ";".join(steps), result
 
 
-def random_problem(size: int, rng: random.Random, kinds: int = 1) -> Countdown:
+def random_problem(rules: Rules, rng: random.Random) -> Countdown:
     """The target is where a random play that prefers + ends.
 
     Adding all numbers solves one training problem of countdown in three, more than any other
     strategy does, which tempts a policy to do nothing else.
     """
-    while True:
-        numbers = tuple(rng.randint(1, LARGEST_NUMBER) for _ in range(size))
-        problem = Countdown(numbers, random_play(numbers, rng, "+++--**")[1])
-        if kinds == 1 or len({"".join(sorted(way)) for way in problem.strategies}) >= kinds:
-            return problem
+    numbers = tuple(rng.randint(rules.smallest, rules.largest) for _ in range(rules.count))
+    _, target = random_play(numbers, rng, "+++--**", rules.use_all)
+    return Countdown(numbers, target, rules.use_all)
 
 
 def split_of(key: str) -> str:
@@ -144,16 +206,18 @@ def split_of(key: str) -> str:
     return SPLITS[hashlib.sha256(key.encode()).digest()[0] % len(SPLITS)]
 
 
-def countdown(split: str, count: int, seed: int, size: int, kinds: int) -> list[Countdown]:
+def countdown(split: str, count: int, seed: int, rules: Rules) -> list[Countdown]:
     """Solvable problems of one split. In training, and in test-drawn, common ones repeat; elsewhere
     all are different, and there are only as many as 10,000 draws in a row can find."""
-    rng = random.Random(f"countdown {split} {size} {seed}")
+    rng = random.Random(f"countdown {split} {rules.count} {seed}")
     problems, seen, misses = [], set(), 0
     while len(problems) < (count or COUNTDOWN_TRAINING) and misses < 10_000:
-        problem = random_problem(size, rng, kinds)
+        problem = random_problem(rules, rng)
         key = f"{sorted(problem.numbers)} {problem.target}"  # the same in any order
         misses += 1
         if split_of(key) != split.removesuffix("-drawn") or key in seen:
+            continue
+        if rules.strategies > 1 and len(problem.strategies) < rules.strategies:
             continue
         problems.append(problem)
         misses = 0
@@ -192,7 +256,7 @@ def load(name: str, split: str, count: int = 0, seed: int = 0) -> list:
     """At most `count` problems of a task's train, validation or test split, 0 for all (of
     Countdown's endless training problems 3,000); the same ones for the same seed."""
     if name in COUNTDOWN:
-        problems = countdown(split, count, seed, *COUNTDOWN[name])
+        problems = countdown(split, count, seed, COUNTDOWN[name])
     else:
         split = split.removesuffix("-drawn")
         problems = list(find_task(name)(split) or [])

@@ -28,7 +28,8 @@ def find_problem(task: str, text: str) -> tuple:
         if not found:
             raise ValueError(f"{text!r} is no such problem: expected up to four numbers, such as "
                              f'"{EXAMPLE}"')
-        return data.Countdown(tuple(map(int, found[1].split(","))), int(found[2])), True
+        numbers = tuple(map(int, found[1].split(",")))
+        return data.Countdown(numbers, int(found[2]), data.COUNTDOWN[task].use_all), True
     for split in ("test", "train", "validation"):
         with suppress(ValueError):  # a task may lack a split
             for problem in data.load(task, split):
@@ -53,7 +54,7 @@ def make_column(title: str, responses: list[dict], known: bool, clusters: bool,
             is_illegal = "strategy" in each and each["strategy"] is None
             words += f"{'right' if each['correct'] else 'illegal' if is_illegal else 'wrong':7} "
         if "strategy" in each:
-            words += f"{each['strategy'] or '':2} "
+            words += f"{each['strategy'] or '':5} "
         elif clusters:
             words += f"cluster {each['cluster']}: "
         shown = "".join(letter if letter.isprintable() else " " for letter in each["text"])

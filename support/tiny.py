@@ -38,7 +38,7 @@ CONFIG = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_s
           "max_position_embeddings": 128, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
           "tie_word_embeddings": True, "eos_token_id": 1, "pad_token_id": 0}
 # Plays whose prompt asks for what they reach; chance brings the first share to 0.2.
-TARGET_SHARE = {"countdown": 0.08, "countdown4": 0.3, "countdown-many": 0.5}
+TARGET_SHARE = {"countdown": 0.08, "countdown4": 0.3, "countdown-many": 0.9}
 STEPS, BATCH, LEARNING_RATE, WARMUP = 1000, 128, 3e-3, 50
 
 
@@ -74,10 +74,10 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 def make_batch(tokenizer, task: str, count: int, rng: random.Random) -> tuple[Tensor, Tensor]:
     """-> ids and targets (count, T), -100 where there is no response token to predict."""
-    prompts, plays = [], []
+    rules, prompts, plays = data.COUNTDOWN[task], [], []
     for _ in range(count):
-        problem = data.random_problem(data.COUNTDOWN[task][0], rng)
-        play, result = data.random_play(problem.numbers, rng)
+        problem = data.random_problem(rules, rng)
+        play, result = data.random_play(problem.numbers, rng, use_all=rules.use_all)
         if rng.random() < TARGET_SHARE[task]:
             problem = data.Countdown(problem.numbers, result)
         prompts.append(problem.prompt)
@@ -104,7 +104,7 @@ def initialise(model: Transformer, generator: torch.Generator) -> None:
 def build(folder: Path, task: str = "countdown", steps: int = STEPS, seed: int = 0) -> Path:
     """Pretrain on plays and save; two or three minutes on two cores."""
     folder.mkdir(parents=True, exist_ok=True)  # a bad place should fail now, not after the training
-    tokenizer, rng = make_tokenizer(), random.Random(f"tiny {data.COUNTDOWN[task][0]} {seed}")
+    tokenizer, rng = make_tokenizer(), random.Random(f"tiny {data.COUNTDOWN[task].count} {seed}")
     model = accelerate(Transformer(hub.ModelConfig.from_dict(CONFIG)))
     initialise(model, torch.Generator().manual_seed(seed))
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98),

@@ -1,8 +1,10 @@
 """Countdown: the judge by hand and by brute force, splits that cannot meet; question files."""
+import dataclasses
 import itertools
 import json
 import os
 import random
+import re
 from fractions import Fraction
 from pathlib import Path
 
@@ -54,10 +56,16 @@ def test_illegal_plays(response):
 
 
 def test_strategies_by_hand():
-    assert PROBLEM.strategy_of("8*3=24;24-5=19") == "*-"
-    assert PROBLEM.strategy_of("5+3=8;8-8=0") == "+-"  # either 8 may be meant
+    assert PROBLEM.strategy_of("8*3=24;24-5=19") == "ac-b"  # 3, 5 and 8 are a, b and c
+    assert PROBLEM.strategy_of("3*8=24;24-5=19") == "ac-b"
+    assert PROBLEM.strategy_of("5+3=8;8-8=0") == "c-a-b"  # the given 8 comes first
+    assert PROBLEM.strategy_of("8-5=3;3*3=9") == "ac-ab"  # multiplied out
+    orders = ("15-2=13;13-2=11", "2+2=4;15-4=11"), ("2*2=4;15-4=11",)
+    strategies = [{Countdown((2, 15, 2), 11).strategy_of(each) for each in same} for same in orders]
+    assert strategies == [{"b-2a"}, {"b-aa"}]
+    assert Countdown((5, 5, 7), 0).strategy_of("5-5=0;7*0=0") == "0"
     four = Countdown((1, 2, 3, 4), 10)
-    assert four.strategy_of("1+2=3;3+3=6;6+4=10") == "+++"
+    assert four.strategy_of("1+2=3;3+3=6;6+4=10") == "a+b+c+d"
     assert four.judge("1+2=3;3+3=6;6+4=10") == 1
     assert four.judge("1+2=3;3*4=12;12-3=9") == 0
     assert Countdown((2, 2, 5), 9).judge("2+2=4;4+5=9") == 1
@@ -79,33 +87,81 @@ def plays(numbers):
                 yield [f"{a}{sign}{b}={result}", *steps], last
 
 
-def test_the_judge_agrees_with_brute_force():
-    for problem in data.load("countdown", "test", 40):
-        legal = {";".join(steps): result for steps, result in plays(list(problem.numbers))}
-        assert problem.target in legal.values()  # every problem can be solved
-        for response, result in legal.items():
-            assert problem.valid(response)
-            assert problem.judge(response) == (result == problem.target)
+def all_responses(problem: Countdown) -> dict[str, int]:
+    """Every legal response by brute force, and its result."""
+    found = {}
+    sizes = [len(problem.numbers)] if problem.use_all else range(2, len(problem.numbers) + 1)
+    for size in sizes:
+        for numbers in itertools.permutations(problem.numbers, size):
+            found |= {";".join(steps): result for steps, result in plays(list(numbers))}
+    return found
 
 
-@pytest.mark.parametrize("task, count", [("countdown", 60), ("countdown4", 6)])
+@pytest.mark.parametrize("task, count", [("countdown", 40), ("countdown4", 4)])
+def test_the_judge_agrees_with_brute_force(task, count):
+    for problem in data.load(task, "test", count):
+        for use_all in (True, False):
+            same = dataclasses.replace(problem, use_all=use_all)
+            legal = all_responses(same)
+            assert problem.target in legal.values()  # every problem can be solved
+            for response, result in legal.items():
+                assert same.valid(response)
+                assert same.judge(response) == (result == problem.target)
+                assert same.valid(response.partition(";")[0]) is not use_all
+
+
+def with_other_numbers(response: str, others: dict[int, int]) -> int:
+    """The result of a play whose given numbers are all different, with others in their places."""
+    table = dict(others)
+    for step in response.split(";"):
+        a, sign, b, result = re.fullmatch(r"(\d+)(\D)(\d+)=(\d+)", step).groups()
+        a, b = table.pop(int(a)), table.pop(int(b))
+        if int(result) in table:
+            return None  # no way to tell from the text which of the two is meant later
+        table[int(result)] = {"+": a + b, "-": a - b, "*": a * b}[sign]
+    return table[int(result)]
+
+
+@pytest.mark.parametrize("task, count", [("countdown", 40), ("countdown-many", 40)])
+def test_plays_have_the_same_strategy_if_they_agree_whatever_the_numbers_are(task, count):
+    problems = [problem for problem in data.load(task, "test", 4 * count)
+                if len(set(problem.numbers)) == len(problem.numbers)]
+    for problem in problems[:count]:
+        others = [{number: random.Random(f"{number} {draw}").randrange(10 ** 6)
+                   for number in problem.numbers} for draw in range(2)]
+        results = {}
+        for response in all_responses(problem):
+            values = tuple(with_other_numbers(response, each) for each in others)
+            if None not in values:
+                results.setdefault(problem.strategy_of(response), set()).add(values)
+        assert all(len(values) == 1 for values in results.values())
+        assert len(set.union(*results.values())) == len(results) > 10
+
+
+@pytest.mark.parametrize("task, count", [("countdown", 60), ("countdown4", 4),
+                                         ("countdown-many", 60)])
 def test_the_solver_finds_every_strategy(task, count):
     for problem in data.load(task, "test", count):
-        expected = set()
-        for steps, result in plays(list(problem.numbers)):
-            if result == problem.target:
-                expected.add(problem.strategy_of(";".join(steps)))
+        expected = {problem.strategy_of(response)
+                    for response, result in all_responses(problem).items()
+                    if result == problem.target}
         assert problem.strategies == expected
         assert expected
 
 
-def test_problems_of_many_kinds_have_solutions_that_are_no_mere_reorderings():
+def test_problems_of_countdown_many_have_several_strategies_and_need_not_use_every_number():
     problems = data.load("countdown-many", "validation", 40)
     for problem in problems:
         assert len(problem.numbers) == 3
-        assert len({"".join(sorted(way)) for way in problem.strategies}) >= 2
+        assert min(problem.numbers) >= 2
+        assert len(problem.strategies) >= 2
     keys = {key_of(problem) for problem in problems}
     assert not keys & {key_of(problem) for problem in data.load("countdown-many", "train", 500)}
+    one, two, three = "13-2=11", "2+2=4;15-4=11", "2+2=4;15-4=11;11*9=99"
+    problem = Countdown((2, 15, 2, 13), 11, use_all=False)
+    assert problem.strategies == {"b-a", "c-2a", "c-aa", "ab-c"}
+    assert [problem.judge(play) for play in (one, two, three, "", "13-2=11;")] == [1, 1, 0, 0, 0]
+    assert "at most once" in problem.instruction
 
 
 def test_drawn_test_problems_repeat_like_training_problems_and_are_test_problems():
@@ -122,17 +178,19 @@ def test_drawn_test_problems_repeat_like_training_problems_and_are_test_problems
     assert share_of_sums(once) < share_of_sums(train) - 0.05
 
 
-def test_random_plays_are_legal_and_cover_all_strategies():
-    rng, strategies = random.Random(0), set()
-    for size in (3, 4):
-        for _ in range(1000):
-            numbers = data.random_problem(size, rng).numbers
-            response, result = data.random_play(numbers, rng)
-            assert Countdown(numbers, result).judge(response) == 1
-            assert result <= data.LARGEST_RESULT
-            strategies.add(Countdown(numbers, result).strategy_of(response))
-    assert {len(strategy) for strategy in strategies} == {2, 3}
-    assert len([strategy for strategy in strategies if len(strategy) == 2]) == 9
+@pytest.mark.parametrize("task", data.COUNTDOWN)
+def test_random_plays_are_legal_and_use_all_numbers_or_some(task):
+    rng, rules, operators, lengths = random.Random(0), data.COUNTDOWN[task], set(), set()
+    for _ in range(2000):
+        numbers = data.random_problem(rules, rng).numbers
+        response, result = data.random_play(numbers, rng, use_all=rules.use_all)
+        assert Countdown(numbers, result, rules.use_all).judge(response) == 1
+        assert result <= data.LARGEST_RESULT
+        operators.add("".join(sign for sign in response if sign in "+-*"))
+        lengths.add(response.count(";") + 1)
+    longest = rules.count - 1
+    assert lengths == ({longest} if rules.use_all else set(range(1, longest + 1)))
+    assert len(operators) == sum(3 ** length for length in lengths)
 
 
 def test_splits_are_disjoint_whatever_the_seed():
