@@ -51,7 +51,7 @@ class Rules:
 
 
 COUNTDOWN = {"countdown": Rules(3), "countdown4": Rules(4),
-             "countdown-many": Rules(3, 2, 20, use_all=False, strategies=2)}
+             "countdown-many": Rules(3, 2, 30, use_all=False, strategies=2)}
 
 
 # A calculation multiplied out: (letters of a product, how often it is added) for each of its terms.

@@ -5,9 +5,8 @@
 
 many and others are about problems with several ways (countdown-many), few about problems that
 mostly have one (countdown). Settings are chosen on validation problems (many-tune, few-tune, sweep:
-base models and seeds from 0 on; many-sus-tune: base models from 10, seeds from 30) and reported on
-test problems (many, others: base models from 15, seeds from 40; few: base models from 20, seeds
-from 50). --quick has base model 0 and seeds from 10.
+base models and seeds from 0 on) and reported on test problems (many, others: base models from 5,
+seeds from 60; few: base models from 20, seeds from 50). --quick has base model 0 and seeds from 10.
 Each run is then measured at several temperatures. Finished runs are kept: after Ctrl-C or a crash
 the same command goes on. measures.jsonl has all numbers, tables.md compares them.
 """
@@ -39,14 +38,12 @@ def grid(methods: dict[str, str], weights: tuple[float, ...]) -> dict[str, str]:
 # name: method and flags
 RIVALS = {"grpo": f"grpo {SCALED}", "focal": f"{OTHER}focal {SCALED}",
           "passk": f"{OTHER}passk {PASSK}"}
-MANY_TUNE = grid(RIVALS, (0.0, 0.01, 0.03, 0.1)) | {
-    "grpo-kl-0.2": f"grpo {SCALED} --kl 0.2", "passk-kl-0.003": f"{OTHER}passk {PASSK} --kl 0.003",
-    "focal-alpha=8": f"{OTHER}focal --bonus scaled --alpha 8 --gate mixed --kl 0.0"}
-MANY_SUS_TUNE = {f"sus-alpha={alpha}": f"sus {GROUP} --kl 0.03 --alpha {alpha}"
-                 for alpha in (4, 8)} | {
-    f"sus-alpha={alpha}-constant": f"sus {GROUP} --kl 0.03 --alpha {alpha} --alpha-decay 0"
-    for alpha in (1, 4)} | {name: MANY_TUNE[name] for name in (
-        "grpo-kl-0.1", "grpo-kl-0.2", "focal-kl-0.1")}
+MANY_TUNE = grid({"sus": f"sus {GROUP} --alpha 16", "grpo": RIVALS["grpo"],
+                  "focal": RIVALS["focal"]}, (0.05, 0.1, 0.2)) | grid(
+                 {"passk": RIVALS["passk"]}, (0.003, 0.01, 0.03, 0.1)) | {
+    "sus-alpha=4": f"sus {GROUP} --alpha 4 --kl 0.1",
+    "grpo-falling": f"grpo {SCALED} --kl 0.1 --kl-decay 0.03",
+    "focal-alpha=4": f"{OTHER}focal --bonus scaled --alpha 4 --gate mixed --kl 0.1"}
 FEW_TUNE = {f"sus-alpha={alpha}": f"sus {QUERY} --kl 0.05 --alpha {alpha}" for alpha in (4, 16)} | {
     f"sus-group-alpha={alpha}": f"sus {GROUP} --kl 0.05 --alpha {alpha}" for alpha in (4, 16)} | (
     grid(RIVALS, (0.03, 0.05, 0.1))) | {
@@ -54,7 +51,7 @@ FEW_TUNE = {f"sus-alpha={alpha}": f"sus {QUERY} --kl 0.05 --alpha {alpha}" for a
     "passk-kl-0.0": f"{OTHER}passk {PASSK} --kl 0.0",
     "focal-alpha=8": f"{OTHER}focal --bonus scaled --alpha 8 --gate mixed --kl 0.05"}
 
-WAYS = MANY_SUS_TUNE["sus-alpha=4"].removeprefix("sus ")  # by many-sus-tune
+WAYS = MANY_TUNE["sus-kl-0.1"].removeprefix("sus ")  # by many-tune
 CONTROLS = {"shuffled": f"{OTHER}shuffled", "random": f"{OTHER}random_embeddings"}
 MANY = {"sus": f"sus {WAYS}", "grpo-kl-0.1": MANY_TUNE["grpo-kl-0.1"],
         "grpo-kl-0.2": MANY_TUNE["grpo-kl-0.2"], "focal": MANY_TUNE["focal-kl-0.1"]} | {
@@ -97,11 +94,10 @@ class Part:
     problems: int = 400  # that each run is measured on, per split
 
 
-MANY_REPORT = {"splits": temperatures.SPLITS[:2], "first_seed": 40, "first_base": 15}
+MANY_REPORT = {"splits": temperatures.SPLITS[:2], "first_seed": 60, "first_base": 5}
 PARTS = {"many": Part(MANY, **MANY_REPORT), "others": Part(OTHERS, **MANY_REPORT),
          "few": Part(FEW, "countdown", temperatures.SPLITS, first_seed=50, first_base=20),
          "many-tune": Part(MANY_TUNE), "few-tune": Part(FEW_TUNE, "countdown"),
-         "many-sus-tune": Part(MANY_SUS_TUNE, first_seed=30, first_base=10),
          "sweep": Part(SWEEP),
          "quick": Part(QUICK, splits=temperatures.SPLITS[:2], first_seed=10, bases=1,
                        problems=100)}

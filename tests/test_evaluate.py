@@ -75,7 +75,7 @@ def test_coverage_choice_and_information_by_hand():
     assert found["strategy_choice"] == pytest.approx(entropy + 1 / 6)
     low, high = found["intervals"]["coverage"]
     assert (low, high) == (0, 1)
-    # Of six legal plays four are sums, one is abc, one a+c-b; the first problem has 2, 1, 1 of them.
+    # Of six legal plays four are sums, one abc, one a+c-b; the first problem has 2, 1, 1 of them.
     marginal = -4 / 6 * math.log(4 / 6) - 2 / 6 * math.log(1 / 6)
     given = 4 / 6 * (0.5 * math.log(2) + 0.5 * math.log(4) + 2 / 8)  # three labels seen in four
     assert found["strategy_information"] == pytest.approx(marginal - given)

@@ -51,8 +51,8 @@ def test_quick_is_a_part_of_its_own(capsys, tmp_path):
 
 
 # The first seed and the first base model of each part.
-TUNING = {"few-tune": (0, 0), "many-tune": (0, 0), "sweep": (0, 0), "many-sus-tune": (30, 10)}
-REPORTS = {"few": (50, 20), "others": (40, 15), "many": (40, 15)}
+TUNING = {"few-tune": (0, 0), "many-tune": (0, 0), "sweep": (0, 0)}
+REPORTS = {"few": (50, 20), "others": (60, 5), "many": (60, 5)}
 
 
 def test_a_plan_tunes_on_other_problems_seeds_and_base_models_than_it_reports(tmp_path):
@@ -116,8 +116,8 @@ def test_base_models_are_built_with_their_own_seeds(tmp_path, monkeypatch):
     with pytest.raises(SystemExit):  # there is nothing to compare
         reproduce.main(["--part", "many", "--seeds", "2", "--folder", str(tmp_path),
                         "--cache", str(tmp_path / "base")])
-    assert built == [("countdown-many", tmp_path / "base-15", 15),
-                     ("countdown-many", tmp_path / "base-16", 16)]
+    assert built == [("countdown-many", tmp_path / "base-5", 5),
+                     ("countdown-many", tmp_path / "base-6", 6)]
 
 
 def test_a_small_reproduction_goes_on_after_a_failure(cache, tmp_path, monkeypatch, capsys):
