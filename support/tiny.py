@@ -38,7 +38,7 @@ CONFIG = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_s
           "max_position_embeddings": 128, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
           "tie_word_embeddings": True, "eos_token_id": 1, "pad_token_id": 0}
 # Plays whose prompt asks for what they reach; chance brings the first share to 0.2.
-TARGET_SHARE = {"countdown": 0.08, "countdown4": 0.3, "countdown-many": 0.9}
+TARGET_SHARE = {"countdown": 0.08, "countdown4": 0.3, "countdown-many": 0.5}
 STEPS, BATCH, LEARNING_RATE, WARMUP = 1000, 128, 3e-3, 50
 
 
