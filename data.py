@@ -21,28 +21,27 @@ problems come from GSM8K or from JSONL files and are judged by the number that t
 import hashlib
 import random
 import re
-from collections import Counter
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 
 from support import parallel
 from support.answers import find_answer, read_gsm8k, read_split
+from support.calculation import OPERATORS, Calculation, first_table, name, play_step, solve
 from support.config import import_function
 
-OPERATORS = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b}
 # At most five digits per number, none a leading zero: no step is longer than 17 characters.
 DIGITS = "(0|[1-9][0-9]{0,4})"
 STEP = re.compile(f"{DIGITS}([-+*]){DIGITS}={DIGITS}")
 LARGEST_RESULT = 99
-LETTERS = "abcd"  # the names of a problem's numbers, from the smallest to the largest
 SPLITS = ("test", "validation", *["train"] * 6)  # a problem's hash decides its place in this list
 COUNTDOWN_TRAINING = 3000  # training problems
 
 
 @dataclass(frozen=True)
 class Rules:
+    """Of a world of Countdown."""
     count: int  # how many numbers a problem has
     smallest: int = 1
     largest: int = 15
@@ -52,69 +51,6 @@ class Rules:
 
 COUNTDOWN = {"countdown": Rules(3), "countdown4": Rules(4),
              "countdown-many": Rules(3, 2, 30, use_all=False, strategies=2)}
-
-
-# A calculation multiplied out: (letters of a product, how often it is added) for each of its terms.
-Calculation = tuple[tuple[str, int], ...]
-Table = tuple[tuple[int, Calculation], ...]  # numbers to play with, and where they come from
-
-
-def first_table(numbers: tuple[int, ...]) -> Table:
-    """The given numbers, from the smallest to the largest; equal ones have the same letter."""
-    letters = dict(zip(sorted(set(numbers)), LETTERS))
-    return tuple((number, ((letters[number], 1),)) for number in sorted(numbers))
-
-
-def take(table: Table, number: int) -> tuple[Calculation, Table] | None:
-    """The first entry with this number, and the rest of the table."""
-    for place, (value, calculation) in enumerate(table):
-        if value == number:
-            return calculation, table[:place] + table[place + 1:]
-    return None
-
-
-def combine(x: Calculation, operator: str, y: Calculation) -> Calculation:
-    """(b + c) * a and c * a + a * b are the same: ab + ac."""
-    if operator == "*":
-        terms = [("".join(sorted(one + other)), i * j) for one, i in x for other, j in y]
-    else:
-        sign = 1 if operator == "+" else -1
-        terms = [*x, *((letters, sign * count) for letters, count in y)]
-    total = Counter()
-    for letters, count in terms:
-        total[letters] += count
-    return tuple(sorted(term for term in total.items() if term[1]))
-
-
-def name_calculation(calculation: Calculation) -> str:
-    """`ab-2c` for a * b - c - c; 0 for a - a."""
-    terms = [f"{'-' if count < 0 else '+'}{abs(count) if abs(count) > 1 else ''}{letters}"
-             for letters, count in calculation]
-    return "".join(sorted(terms)).removeprefix("+") or "0"
-
-
-def play_step(table: Table, a: int, operator: str, b: int) -> Table | None:
-    """Take a and b from the table and put their result there; None if that is illegal."""
-    first = take(table, a)
-    second = first and take(first[1], b)
-    result = OPERATORS[operator](a, b)
-    if second is None or result < 0:
-        return None
-    return (*second[1], (result, combine(first[0], operator, second[0])))
-
-
-@cache
-def solve(numbers: tuple[int, ...], use_all: bool) -> dict[int, set[str]]:
-    """{result: the strategies that reach it} of all legal plays of these numbers."""
-    tables, strategies = {first_table(numbers)}, {}
-    for step in range(1, len(numbers)):
-        # Enough: a - b may not be negative, and a + b and a * b are b + a and b * a.
-        found = (play_step(table, a, operator, b) for table in tables for a, _ in table
-                 for b, _ in table if a >= b for operator in OPERATORS)
-        tables = set(found) - {None}
-        for *_, (result, calculation) in tables if step == len(numbers) - 1 or not use_all else ():
-            strategies.setdefault(result, set()).add(name_calculation(calculation))
-    return strategies
 
 
 @dataclass(frozen=True)
@@ -162,7 +98,7 @@ class Countdown:
     def strategy_of(self, response: str) -> str | None:
         """The calculation, with letters for the numbers from small to large, such as `ac-b`."""
         played = self.play(response)
-        return played and name_calculation(played[1])
+        return played and name(played[1])
 
     @cached_property
     def strategies(self) -> set[str]:

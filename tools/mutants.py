@@ -24,6 +24,7 @@ SECONDS = 900  # for one row
 # The tests of each file. Those that start fresh interpreters take long and see nothing more.
 TESTS = {
     "data.py": ("tests/test_data.py",),
+    "support/calculation.py": ("tests/test_data.py",),
     "model.py": ("tests/test_model.py", "tests/support/test_decoder.py"),
     "lora.py": ("tests/test_lora.py",),
     "sample.py": ("tests/test_sample.py",),
@@ -38,20 +39,27 @@ LEFT_OUT = "not killed_and_resumed and not full_disk and not real_ctrl_c"
 
 MUTANTS = (
     # The rules of play, splits and judges.
-    ("data.py", "table.remove(number)", "pass"),
-    ("data.py", "if OPERATORS[operator](a, b) != result:", "if False:"),
-    ("data.py", "if len(steps) != len(self.numbers) - 1", "if len(steps) >= len(self.numbers)"),
+    ("data.py", "table[-1][0] != int(step[4])", "False"),
+    ("data.py", "or len(steps) > most", ""),
+    ("data.py", "or self.use_all and len(steps) < most", ""),
+    ("data.py", "rng.randint(2, len(numbers))", "len(numbers)"),
+    ("data.py", "len(problem.strategies) < rules.strategies", "False"),
     ("data.py", "(0|[1-9][0-9]{0,4})", "([0-9]{1,5})"),
-    ("data.py", "operators += operator", "operators = operator"),
     ("data.py", "if not 0 <= result <= LARGEST_RESULT", "if not result <= LARGEST_RESULT"),
     ("data.py", "hashlib.sha256(key.encode()).digest()[0] %", "random.randrange(256) %"),
     ("data.py", "{sorted(problem.numbers)}", "{problem.numbers}"),
     ("data.py", " or key in seen", ""),
-    ("data.py", '{split} {size} {seed}"', '{split} {size}"'),
+    ("data.py", '{split} {rules.count} {seed}"', '{split} {rules.count}"'),
     ("data.py", '.split("\\nQuestion:")[0]) ==', ") =="),
     ("data.py", "== self.answer)", "is not None)"),
-    ("data.py", "if result >= 0:", "if result > 0:"),
     ("data.py", 'split in ("validation", "test")', 'split != "train"'),
+    ("support/calculation.py", "table[:place] + table[place + 1:]", "table"),
+    ("support/calculation.py", "or result < 0", ""),
+    ("support/calculation.py", "sorted(one + other)", "one + other"),
+    ("support/calculation.py", 'else -1', 'else 1'),
+    ("support/calculation.py", " if term[1])", ")"),
+    ("support/calculation.py", "sorted(set(numbers))", "sorted(numbers)"),
+    ("support/calculation.py", "if left == 1 or not use_all", "if left == 1"),
     # The decoder.
     ("model.py", "keepdim=True) + self.eps)", "keepdim=True))"),
     ("model.py", "a * cos - b * sin, b * cos + a * sin", "a * cos + b * sin, b * cos - a * sin"),
