@@ -61,7 +61,7 @@ def make_column(title: str, responses: list[dict], known: bool, clusters: bool,
         lines += textwrap.wrap(f"{words} {shown.strip()}", width, subsequent_indent="    ",
                                drop_whitespace=False)
     if len(different) > MOST:
-        lines.append(f"    and {len(different) - MOST} others")
+        lines.append(f"    and {len(different) - MOST} more")
     return lines
 
 

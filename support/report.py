@@ -159,12 +159,13 @@ def write_card(folder: Path, policy, problem, step: int, metrics: dict, merged: 
         load = ('from peft import PeftModel\nfrom transformers import AutoModelForCausalLM\n\n'
                 f'base = AutoModelForCausalLM.from_pretrained("{base}")\n'
                 'model = PeftModel.from_pretrained(base, "FOLDER")')
-    reward = "" if config.method == "grpo" else f" and the intrinsic reward `{config.method}`"
+    reward = "" if config.method == "grpo" else (
+        f" and the intrinsic reward `{config.method}` with alpha {config.alpha}")
     text = ["---", *header, "---", "",
             f"# {Path(base).name}, trained with {config.method} on {Path(config.data).name}", "",
             f"{'Merged weights' if merged else 'A LoRA adapter'} after {step} steps of "
-            f"GRPO{reward} ([SuS](https://arxiv.org/abs/2601.10349)), seed {config.seed}, alpha "
-            f"{config.alpha}, kl {config.kl}. On {metrics['problems']} {config.eval_split} "
+            f"GRPO{reward} ([SuS](https://arxiv.org/abs/2601.10349)), seed {config.seed}, "
+            f"kl {config.kl}. On {metrics['problems']} {config.eval_split} "
             f"problems, {metrics['samples']} responses each at temperature "
             f"{config.eval_temperature}:", "", f"```\n{table({'': metrics})}\n```", "",
             f"```python\n{load}\n```", "",

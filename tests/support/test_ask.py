@@ -77,7 +77,7 @@ def test_without_a_known_answer_there_is_no_verdict():
 
 def test_only_the_commonest_are_shown():
     page = ask.make_page("q", {"m": responses(*map(str, range(20)), "3")}, True, False)
-    assert "and 14 others" in page and " 2x wrong    3" in page
+    assert "and 14 more" in page and " 2x wrong    3" in page
 
 
 @pytest.fixture(scope="module")
