@@ -618,9 +618,9 @@ def best_clusters(points, seed: int) -> list[int]:
 @pytest.mark.parametrize("updates, least", [(12, 0.5), (40, 0.42)])
 def test_clusters_of_embeddings_recover_the_operators(real_policy, updates, least):
     """Thirty rounds on the base policy's responses, then 12 clusters of z_post on responses that
-    the networks never saw: normalised mutual information with the operators in order, beside that of
-    the raw features. After three times as many updates whole responses, which are in no contrasted
-    pair, still lie with their halves (without the alignment 0.34 would be left)."""
+    the networks never saw: normalised mutual information with the operators in order, beside that
+    of the raw features. After three times as many updates whole responses, which are in no
+    contrasted pair, still lie with their halves (without the alignment 0.34 would be left)."""
     policy = real_policy
     model = accelerate(lora.apply(policy.model))
     strategist, encoder = Strategist(model.config.hidden_size, Config()), BaseEncoder(model, 32)
