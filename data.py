@@ -9,7 +9,7 @@ and, where it has them,
     strategy_of(response) -> str | None   the true strategy, for measurement (and the oracle) only
     strategies: set[str]                  every strategy that solves it, for measurement only
 
-Countdown is built in: combine every given number once, with + - *, to reach a target.
+Countdown is built in: combine given numbers, each once, with + - *, to reach a target.
     use 3,8,5 to make 19:   ->   8*3=24;24-5=19
 Each legal response shows its strategy: the calculation, whatever the order of its steps. So one
 can watch a policy lose strategies. In countdown-many each problem can be solved by two calculations
@@ -28,7 +28,7 @@ from pathlib import Path
 
 from support import parallel
 from support.answers import find_answer, read_gsm8k, read_split
-from support.calculation import OPERATORS, Calculation, first_table, name, play_step, solve
+from support.calculation import OPERATORS, Calculation, first_table, play_step, solve, write
 from support.config import import_function
 
 # At most five digits per number, none a leading zero: no step is longer than 17 characters.
@@ -41,12 +41,17 @@ COUNTDOWN_TRAINING = 3000  # training problems
 
 @dataclass(frozen=True)
 class Rules:
-    """Of a world of Countdown."""
+    """What the problems of one Countdown task are like."""
     count: int  # how many numbers a problem has
     smallest: int = 1
     largest: int = 15
     use_all: bool = True  # must a response use every number?
-    strategies: int = 1  # how many a problem must have
+    strategies: int = 1  # at least so many solve each problem
+
+    def allow(self, problem: "Countdown") -> bool:
+        """With target 0 the last step, x-x, does not tell a strategy from its negative."""
+        return self.strategies == 1 or (problem.target > 0
+                                        and len(problem.strategies) >= self.strategies)
 
 
 COUNTDOWN = {"countdown": Rules(3), "countdown4": Rules(4),
@@ -78,8 +83,7 @@ class Countdown:
         if len(response) > 20 * len(self.numbers):  # longer than any legal play
             return None
         steps = [STEP.fullmatch(step) for step in response.split(";")]
-        most = len(self.numbers) - 1
-        if None in steps or len(steps) > most or self.use_all and len(steps) < most:
+        if None in steps or (self.use_all and len(steps) < len(self.numbers) - 1):
             return None
         table = first_table(self.numbers)
         for step in steps:
@@ -98,7 +102,7 @@ class Countdown:
     def strategy_of(self, response: str) -> str | None:
         """The calculation, with letters for the numbers from small to large, such as `ac-b`."""
         played = self.play(response)
-        return played and name(played[1])
+        return played and write(played[1])
 
     @cached_property
     def strategies(self) -> set[str]:
@@ -153,7 +157,7 @@ def countdown(split: str, count: int, seed: int, rules: Rules) -> list[Countdown
         misses += 1
         if split_of(key) != split.removesuffix("-drawn") or key in seen:
             continue
-        if rules.strategies > 1 and len(problem.strategies) < rules.strategies:
+        if not rules.allow(problem):
             continue
         problems.append(problem)
         misses = 0

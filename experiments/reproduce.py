@@ -40,7 +40,7 @@ RIVALS = {"grpo": f"grpo {SCALED}", "focal": f"{OTHER}focal {SCALED}",
           "passk": f"{OTHER}passk {PASSK}"}
 MANY_TUNE = grid({"sus": f"sus {GROUP} --alpha 16", "grpo": RIVALS["grpo"],
                   "focal": RIVALS["focal"]}, (0.05, 0.1, 0.2)) | grid(
-                 {"passk": RIVALS["passk"]}, (0.003, 0.01, 0.03, 0.1)) | {
+                 {"passk": RIVALS["passk"]}, (0.0, 0.003, 0.01, 0.03)) | {
     "sus-alpha=4": f"sus {GROUP} --alpha 4 --kl 0.1",
     "grpo-falling": f"grpo {SCALED} --kl 0.1 --kl-decay 0.03",
     "focal-alpha=4": f"{OTHER}focal --bonus scaled --alpha 4 --gate mixed --kl 0.1"}

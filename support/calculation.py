@@ -1,22 +1,26 @@
 """Countdown's strategies: the calculation behind a play, whatever the order of its steps.
 
-A play takes two numbers from the table and puts their result there, until one is left. With letters
-for the given numbers, from the smallest to the largest, each number on the table is a polynomial,
+A play takes two numbers from the table and puts their result there, step by step. With letters for
+the given numbers, from the smallest to the largest, each number on the table is a polynomial,
 multiplied out: (b + c) * a and c * a + a * b are both ab + ac. Two plays are the same strategy if
-their polynomials are equal, so that they give the same result whatever the numbers are.
+their polynomials are equal, so that they give the same result whatever the numbers are; 2 + 2 and
+2 * 2 are two. Where equal numbers lie on the table, a text does not tell which one it takes: it is
+a given one before a computed one, and of computed ones the first.
 """
 from collections import Counter
+from collections.abc import Iterator
 from functools import cache
+from itertools import combinations
+from string import ascii_lowercase
 
 OPERATORS = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b}
-LETTERS = "abcd"
 Calculation = tuple[tuple[str, int], ...]  # (letters of a product, how often it is added)
 Table = tuple[tuple[int, Calculation], ...]  # numbers to play with, and where they come from
 
 
 def first_table(numbers: tuple[int, ...]) -> Table:
     """The given numbers; equal ones have the same letter."""
-    letters = dict(zip(sorted(set(numbers)), LETTERS))
+    letters = dict(zip(sorted(set(numbers)), ascii_lowercase))
     return tuple((number, ((letters[number], 1),)) for number in sorted(numbers))
 
 
@@ -41,33 +45,39 @@ def combine(x: Calculation, operator: str, y: Calculation) -> Calculation:
     return tuple(sorted(term for term in total.items() if term[1]))
 
 
-def name(calculation: Calculation) -> str:
-    """`ab-2c` for a * b - c - c; 0 for a - a."""
+def write(calculation: Calculation) -> str:
+    """`ab-2c` for a * b - c - c; 0 for a - a. What is added comes first, since + sorts before -."""
     terms = [f"{'-' if count < 0 else '+'}{abs(count) if abs(count) > 1 else ''}{letters}"
              for letters, count in calculation]
     return "".join(sorted(terms)).removeprefix("+") or "0"
 
 
 def play_step(table: Table, a: int, operator: str, b: int) -> Table | None:
-    """Take a and b from the table and put their result there; None if that is illegal."""
+    """Take a and b from the table and put their result there; None if they are not there."""
     first = take(table, a)
     second = first and take(first[1], b)
-    result = OPERATORS[operator](a, b)
-    if second is None or result < 0:
+    if second is None:
         return None
-    return (*second[1], (result, combine(first[0], operator, second[0])))
+    (x, _), (y, rest) = first, second
+    return (*rest, (OPERATORS[operator](a, b), combine(x, operator, y)))
+
+
+def next_tables(table: Table) -> Iterator[Table]:
+    """After every step. a >= b is enough: a + b is b + a, and a - b may not be negative."""
+    numbers = sorted((number for number, _ in table), reverse=True)
+    for a, b in combinations(numbers, 2):
+        for operator in OPERATORS:
+            yield play_step(table, a, operator, b)
 
 
 @cache
 def solve(numbers: tuple[int, ...], use_all: bool) -> dict[int, set[str]]:
     """{result: the strategies that reach it} of all legal plays of these numbers, or of some."""
     tables, strategies = {first_table(numbers)}, {}
-    for left in range(len(numbers) - 1, 0, -1):
-        # Enough: a - b may not be negative, and a + b and a * b are b + a and b * a.
-        found = (play_step(table, a, operator, b) for table in tables for a, _ in table
-                 for b, _ in table if a >= b for operator in OPERATORS)
-        tables = set(found) - {None}
-        if left == 1 or not use_all:
-            for *_, (result, calculation) in tables:
-                strategies.setdefault(result, set()).add(name(calculation))
+    for step in range(1, len(numbers)):
+        tables = {after for table in tables for after in next_tables(table)}
+        if step == len(numbers) - 1 or not use_all:
+            for table in tables:
+                result, calculation = table[-1]
+                strategies.setdefault(result, set()).add(write(calculation))
     return strategies

@@ -12,6 +12,7 @@ path through the code.
 """
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -79,7 +80,7 @@ def make_batch(tokenizer, task: str, count: int, rng: random.Random) -> tuple[Te
         problem = data.random_problem(rules, rng)
         play, result = data.random_play(problem.numbers, rng, use_all=rules.use_all)
         if rng.random() < TARGET_SHARE[task]:
-            problem = data.Countdown(problem.numbers, result)
+            problem = replace(problem, target=result)
         prompts.append(problem.prompt)
         plays.append(play + EOS)
     prompts, plays = tokenizer(prompts).input_ids, tokenizer(plays).input_ids

@@ -22,7 +22,7 @@ import lora
 import model
 import sample
 from model import Transformer
-from support import decoder, fast, hub, tiny
+from support import calculation, decoder, fast, hub, tiny
 from support.config import Config
 
 # Odd sizes on purpose: nothing may rely on powers of two, or on head_dim * heads == hidden_size.
@@ -70,7 +70,7 @@ def build_cache(steps: int) -> Path:
     It is kept between sessions, under a name made from the sources that build it, or in the folder
     that SUS_TEST_CACHE names.
     """
-    modules = (data, model, tiny, fast, decoder)
+    modules = (data, calculation, model, tiny, fast, decoder)
     sources = b"".join(Path(module.__file__).read_bytes() for module in modules)
     digest = hashlib.sha256(sources + torch.__version__.encode()).hexdigest()[:16]
     default = Path(tempfile.gettempdir()) / f"sus-tests-{digest}"

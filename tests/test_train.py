@@ -389,7 +389,7 @@ METHODS = [*reward.METHODS, *(f"experiments.rewards:{name}" for name in
 
 @pytest.fixture
 def strategies_by_first_letter(monkeypatch):
-    """The tests' base model makes hardly any legal play, whose operators would be the strategy."""
+    """The tests' base model hardly ever plays legally, and only legal plays have a strategy."""
     monkeypatch.setattr(data.Countdown, "strategy_of", lambda self, response: response[:1])
 
 
