@@ -38,12 +38,13 @@ def grid(methods: dict[str, str], weights: tuple[float, ...]) -> dict[str, str]:
 # name: method and flags
 RIVALS = {"grpo": f"grpo {SCALED}", "focal": f"{OTHER}focal {SCALED}",
           "passk": f"{OTHER}passk {PASSK}"}
-MANY_TUNE = grid({"sus": f"sus {GROUP} --alpha 16", "grpo": RIVALS["grpo"],
-                  "focal": RIVALS["focal"]}, (0.05, 0.1, 0.2)) | grid(
-                 {"passk": RIVALS["passk"]}, (0.0, 0.003, 0.01, 0.03)) | {
+MANY_TUNE = {
+    **grid({"sus": f"sus {GROUP} --alpha 16"}, (0.05, 0.1, 0.2)),
     "sus-alpha=4": f"sus {GROUP} --alpha 4 --kl 0.1",
+    **grid({"grpo": RIVALS["grpo"], "focal": RIVALS["focal"]}, (0.05, 0.1, 0.2)),
     "grpo-falling": f"grpo {SCALED} --kl 0.1 --kl-decay 0.03",
-    "focal-alpha=4": f"{OTHER}focal --bonus scaled --alpha 4 --gate mixed --kl 0.1"}
+    "focal-alpha=4": f"{OTHER}focal --bonus scaled --alpha 4 --gate mixed --kl 0.1",
+    **grid({"passk": RIVALS["passk"]}, (0.0, 0.003, 0.01, 0.03))}
 FEW_TUNE = {f"sus-alpha={alpha}": f"sus {QUERY} --kl 0.05 --alpha {alpha}" for alpha in (4, 16)} | {
     f"sus-group-alpha={alpha}": f"sus {GROUP} --kl 0.05 --alpha {alpha}" for alpha in (4, 16)} | (
     grid(RIVALS, (0.03, 0.05, 0.1))) | {
@@ -51,19 +52,21 @@ FEW_TUNE = {f"sus-alpha={alpha}": f"sus {QUERY} --kl 0.05 --alpha {alpha}" for a
     "passk-kl-0.0": f"{OTHER}passk {PASSK} --kl 0.0",
     "focal-alpha=8": f"{OTHER}focal --bonus scaled --alpha 8 --gate mixed --kl 0.05"}
 
-WAYS = MANY_TUNE["sus-kl-0.1"].removeprefix("sus ")  # by many-tune
+# As many-tune chose: of GRPO what covers most, and what is right most often.
+WAYS = MANY_TUNE["sus-kl-0.05"].removeprefix("sus ")
 CONTROLS = {"shuffled": f"{OTHER}shuffled", "random": f"{OTHER}random_embeddings"}
-MANY = {"sus": f"sus {WAYS}", "grpo-kl-0.1": MANY_TUNE["grpo-kl-0.1"],
-        "grpo-kl-0.2": MANY_TUNE["grpo-kl-0.2"], "focal": MANY_TUNE["focal-kl-0.1"]} | {
+MANY = {"sus": f"sus {WAYS}", "grpo-kl-0.05": MANY_TUNE["grpo-kl-0.05"],
+        "grpo-falling": MANY_TUNE["grpo-falling"], "focal": MANY_TUNE["focal-kl-0.05"],
+        "passk": MANY_TUNE["passk-kl-0.003"]} | {
     name: f"{method} {WAYS}" for name, method in CONTROLS.items()}
 BEST = FEW_TUNE["sus-group-alpha=4"].removeprefix("sus ")  # results/few-sus-tune.jsonl
 FEW = {"sus": f"sus {BEST}", "grpo-kl-0.1": FEW_TUNE["grpo-kl-0.1"],
        "focal": FEW_TUNE["focal-alpha=8"], "passk": FEW_TUNE["passk-kl-0.0"]} | {
     name: f"{method} {BEST}" for name, method in CONTROLS.items()}
-QUICK = {"sus": MANY["sus"], "grpo": "grpo --kl 0.03", "shuffled": MANY["shuffled"]}
+QUICK = {"sus": MANY["sus"], "grpo": MANY["grpo-kl-0.05"], "shuffled": MANY["shuffled"]}
 SWEEP = {"sus": MANY["sus"]} | {name: f"{MANY['sus']} --{name.replace('_', '-')}" for name in (
-    "alpha=2", "alpha=8", "lambda_ss=0.5", "lambda_ss=2", "lambda_sus=0", "lambda_sus=1",
-    "kl=0.01", "kl=0.1")}
+    "alpha=4", "alpha=64", "lambda_ss=0.5", "lambda_ss=2", "lambda_sus=0", "lambda_sus=1",
+    "kl=0.02", "kl=0.1")}
 OTHERS = {"sus": MANY["sus"], "ss": f"ss {WAYS}", "surprise": f"surprise {WAYS}"} | {
     name: f"{OTHER}{name} {WAYS}" for name in (
         "novelty", "uniqueness", "repository", "elliptical", "count", "rnd", "ss_focal", "flat",
@@ -73,14 +76,13 @@ OTHERS = {"sus": MANY["sus"], "ss": f"ss {WAYS}", "surprise": f"surprise {WAYS}"
     "untrained": f"sus {WAYS} --strategy-updates 0 --strategy-warmup 0",
     "no-decay": f"sus {WAYS} --alpha-decay 0", "k2": f"sus {WAYS} --kl-form k2",
     "learned-lambdas": f"sus {WAYS} --learn-lambdas",
-    "passk": f"{OTHER}passk {PASSK} --kl 0.003",
     "unlikeliness": f"{OTHER}unlikeliness --bonus added --gate correct --alpha 0.25 "
-                    "--alpha-decay 0 --kl 0.03",
+                    "--alpha-decay 0 --kl 0.05",
     "smoothing": f"{OTHER}smoothing --bonus added --gate group --alpha 0.02 --alpha-decay 0 "
-                 "--kl 0.03",
+                 "--kl 0.05",
     "literal": "sus --bonus added --alpha 0.3 --alpha-decay 0 --sus-baseline none --gate correct "
                "--expectation query --normalise std --strategy-warmup 0 --strategy-updates 1 "
-               "--kl 0.03"}
+               "--kl 0.05"}
 
 
 @dataclass(frozen=True)
