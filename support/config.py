@@ -70,7 +70,7 @@ class Config:
 
     method: str = flag("sus", "what is rewarded beside correctness: sus, ss, surprise, perplexity, "
                        "grpo (nothing), or module:function", group="The intrinsic reward")
-    alpha: float = flag(4.0, "scale of the intrinsic reward; the paper has 0.3")
+    alpha: float = flag(16.0, "scale of the intrinsic reward; the paper has 0.3")
     alpha_decay: float = flag(1.0, "share of the run over which alpha falls to zero; 0: constant",
                               high=1)
     bonus: str = flag("scaled", "r = c + alpha r_int, or correct responses scaled by 1 + alpha "
@@ -99,7 +99,7 @@ class Config:
 
     normalise: str = flag("none", "advantage: reward minus group mean, divided by the group's "
                           "deviation or by nothing", choices=("std", "none"), group="The update")
-    kl: float = flag(0.03, "weight of the KL penalty to the base model; 0 saves a pass")
+    kl: float = flag(0.05, "weight of the KL penalty to the base model; 0 saves a pass")
     kl_decay: float = flag(1.0, "share of that weight that is left at the end; 1: constant",
                            low=1e-6, high=1)
     kl_form: str = flag("k3", "the penalty's estimator; its gradient is that of KL(base || policy) "

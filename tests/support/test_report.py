@@ -176,7 +176,7 @@ def test_a_model_card_says_what_the_model_is(merged, tmp_path):
     assert f"library_name: {'transformers' if merged else 'peft'}\n" in header
     assert "# Qwen2.5-1.5B, trained with sus on gsm8k\n" in body
     assert "after 40 steps of GRPO and the intrinsic reward `sus`" in body
-    assert "`sus` with alpha 0.5" in body and "seed 3, kl 0.03" in body
+    assert "`sus` with alpha 0.5" in body and "seed 3, kl 0.05" in body
     assert "from transformers import AutoModelForCausalLM" in body
     assert "prompt 20" in body
     assert "20 validation problems, 5 responses each at temperature 1.0" in body
