@@ -12,6 +12,7 @@ path through the code.
 """
 import math
 import random
+import zlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -52,11 +53,17 @@ def find_base(config: Config, may_build: bool = True) -> Path:
     return hub.find_model_folder(config.model)
 
 
+def base_folder(task: str, cache: Path) -> Path:
+    """Its name tells what the model was taught: an edited world gets a base model of its own."""
+    taught = f"{data.COUNTDOWN[task]} {TARGET_SHARE[task]} {STEPS}"
+    return cache / f"tiny-{task}-{zlib.crc32(taught.encode()):08x}"
+
+
 def find_tiny(task: str, cache: Path, seed: int = 0, may_build: bool = True) -> Path:
     if task not in data.COUNTDOWN:
         raise ValueError(f"the tiny model only plays {' and '.join(data.COUNTDOWN)}: with --data "
                          f"{task} give --model a Hugging Face folder or a hub id")
-    folder = cache / f"tiny-{task}"
+    folder = base_folder(task, cache)
     if (folder / "config.json").exists():
         return folder
     if not may_build:

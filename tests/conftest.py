@@ -78,10 +78,11 @@ def build_cache(steps: int) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as handle:  # one worker builds, the others wait
         fcntl.flock(handle, fcntl.LOCK_EX)
-        if not (folder / "tiny-countdown" / "config.json").exists():
-            tiny.build(folder / "tiny-countdown", steps=steps)
-        if not (folder / "tiny-countdown-many" / "config.json").exists():  # good enough for tests
-            shutil.copytree(folder / "tiny-countdown", folder / "tiny-countdown-many")
+        base, copy = (tiny.base_folder(task, folder) for task in ("countdown", "countdown-many"))
+        if not (base / "config.json").exists():
+            tiny.build(base, steps=steps)
+        if not (copy / "config.json").exists():  # good enough for tests
+            shutil.copytree(base, copy)
     return folder
 
 

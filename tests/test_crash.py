@@ -17,7 +17,7 @@ import grpo
 import lora
 import sample
 import train
-from support import checkpoint, clustering
+from support import checkpoint, clustering, tiny
 from tests.conftest import adapted, small_model
 
 ROOT = Path(__file__).parent.parent
@@ -106,7 +106,7 @@ def test_a_run_does_not_go_on_with_another_base_model(cache, tmp_path, capsys):
     """One of the same shape, as after a rebuild or on another machine; nothing is touched."""
     folder = run(tmp_path / "run", cache, "--steps", "2")
     other = shutil.copytree(cache, tmp_path / "other")
-    file = other / "tiny-countdown-many" / "model.safetensors"
+    file = tiny.base_folder("countdown-many", other) / "model.safetensors"
     moved = {name: tensor + 0.02 for name, tensor in load_file(file).items()}
     save_file(moved, file, {"format": "pt"})
     before = contents(folder)

@@ -274,11 +274,11 @@ def test_records_say_what_each_response_is(tiny_policy):
 
 
 def test_the_tiny_model_is_an_ordinary_folder(cache):
-    tokenizer = transformers.AutoTokenizer.from_pretrained(cache / "tiny-countdown")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny.base_folder("countdown", cache))
     for text in ("use 12,9,3 to make 47:", "8*3=24;24-5=19"):
         assert tokenizer.decode(tokenizer(text).input_ids) == text
         assert tokenizer(text).input_ids == tiny.make_tokenizer()(text).input_ids
-    ours = model.Transformer.from_pretrained(cache / "tiny-countdown")
+    ours = model.Transformer.from_pretrained(tiny.base_folder("countdown", cache))
     assert sum(parameter.numel() for parameter in ours.parameters()) < 1.1e6
 
 
@@ -373,8 +373,8 @@ def test_without_the_base_models_clusters_there_is_no_cluster_entropy(trained, t
 
 
 def test_the_command_line_on_a_model_and_a_file(cache, tmp_path, capsys):
-    result = evaluated(cache / "tiny-countdown", "--eval-problems", "20", "--eval-samples", "5",
-                       output=tmp_path / "out.json")
+    result = evaluated(tiny.base_folder("countdown", cache), "--eval-problems", "20",
+                       "--eval-samples", "5", output=tmp_path / "out.json")
     printed = capsys.readouterr().out
     assert f"{100 * result['pass@1']:.1f}" in printed
     assert "pass@5" in printed
@@ -386,7 +386,7 @@ def test_the_command_line_on_a_model_and_a_file(cache, tmp_path, capsys):
 def test_tiny_is_a_model_by_name(cache, tmp_path):
     flags = ["--eval-problems", "4", "--eval-samples", "2", "--cache", str(cache)]
     by_name = evaluated("tiny", *flags, output=tmp_path / "name.json")
-    by_path = evaluated(cache / "tiny-countdown", *flags, output=tmp_path / "path.json")
+    by_path = evaluated(tiny.base_folder("countdown", cache), *flags, output=tmp_path / "path.json")
     assert by_name == by_path
 
 
@@ -468,7 +468,7 @@ def test_help_names_every_flag_of_an_evaluation_and_no_other(capsys):
 
 def test_a_model_folder_cannot_bring_code_along(cache, tmp_path, monkeypatch, capsys):
     folder = tmp_path / "evil"
-    shutil.copytree(cache / "tiny-countdown", folder)
+    shutil.copytree(tiny.base_folder("countdown", cache), folder)
     ran = tmp_path / "ran"
     (folder / "evil.py").write_text(f"open({str(ran)!r}, 'w')\nclass Evil: pass\n")
     config = json.loads((folder / "tokenizer_config.json").read_text())

@@ -18,7 +18,7 @@ import data
 import lora
 import sample
 from sample import Rollout, generate, pad_left
-from support import fast, hub
+from support import fast, hub, tiny
 from support.config import Config
 from support.fast import accelerate
 from tests.conftest import adapted, small_model
@@ -376,7 +376,7 @@ def test_a_chat_template_that_refuses_is_one_clear_error(policy):
 
 
 def test_end_tokens_come_from_every_file_and_sampling_settings_from_none(tmp_path, cache):
-    tokenizer = AutoTokenizer.from_pretrained(cache / "tiny-countdown")
+    tokenizer = AutoTokenizer.from_pretrained(tiny.base_folder("countdown", cache))
     config, generation = tmp_path / "config.json", tmp_path / "generation_config.json"
     config.write_text(json.dumps({"eos_token_id": 3}))
     assert hub.find_eos_ids(tmp_path, tokenizer, 40) == (1, 3)
@@ -393,7 +393,7 @@ def test_end_tokens_come_from_every_file_and_sampling_settings_from_none(tmp_pat
 
 
 def test_a_response_may_also_end_with_a_token_that_holds_a_text(cache):
-    folder = cache / "tiny-countdown"
+    folder = tiny.base_folder("countdown", cache)
     policy = sample.open_policy(folder, Config(stop=";", device="cpu"))
     end, = policy.tokenizer(";").input_ids
     assert set(policy.eos_ids) == {end, *sample.open_policy(folder, Config(device="cpu")).eos_ids}
@@ -453,7 +453,7 @@ def test_chat_prompts_go_through_each_family_as_in_transformers(family, kind, tm
 
 
 def test_open_policy_reads_a_folder(cache):
-    folder = cache / "tiny-countdown"
+    folder = tiny.base_folder("countdown", cache)
     policy = sample.open_policy(folder, Config(device="cpu"))
     assert policy.eos_ids == (1,)
     assert policy.base == str(folder.absolute())
@@ -465,7 +465,7 @@ def test_open_policy_reads_a_folder(cache):
 
 
 def test_a_chat_without_a_template_is_refused(cache):
-    folder = cache / "tiny-countdown"
+    folder = tiny.base_folder("countdown", cache)
     with pytest.raises(ValueError, match="no chat template"):
         sample.open_policy(folder, Config(device="cpu", prompt="chat"))
     with pytest.raises(ValueError, match="--system needs a chat"):

@@ -24,7 +24,7 @@ import model
 import reward
 import sample
 import train
-from support import checkpoint, clustering, meta
+from support import checkpoint, clustering, meta, tiny
 from support.config import Config
 from tests.conftest import make_sentence_encoder
 
@@ -622,17 +622,17 @@ def test_a_checkpoint_holds_everything_learned(whole):
 
 
 def test_peft_loads_the_adapter(whole, cache):
-    base = transformers.AutoModelForCausalLM.from_pretrained(cache / "tiny-countdown")
+    folder = tiny.base_folder("countdown", cache)
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder)
     ids = torch.arange(20).view(2, 10)
     without = base(ids).logits.detach()
     theirs = peft.PeftModel.from_pretrained(base, whole / "adapter")
-    ours = lora.apply(model.Transformer.from_pretrained(cache / "tiny-countdown"), rank=8)
+    ours = lora.apply(model.Transformer.from_pretrained(folder), rank=8)
     for name, parameter in lora.parameters(ours).items():
         parameter.data.copy_(learned(whole)[f"adapter.{name}"])
     torch.testing.assert_close(ours(ids), theirs(ids).logits, atol=1e-4, rtol=1e-4)
     assert not torch.allclose(theirs(ids).logits, without, atol=1e-2)
-    loaded = lora.load(model.Transformer.from_pretrained(cache / "tiny-countdown"),
-                       whole / "adapter")
+    loaded = lora.load(model.Transformer.from_pretrained(folder), whole / "adapter")
     assert torch.equal(loaded(ids), ours(ids))
 
 
@@ -860,8 +860,9 @@ def test_training_on_questions_of_ones_own(cache, tmp_path):
     file = tmp_path / "sums.jsonl"
     sums = [{"question": f"{a}+{b}=", "answer": a + b} for a in range(9) for b in range(9)]
     file.write_text("".join(json.dumps(line) + "\n" for line in sums))
-    folder = run(tmp_path / "run", cache, "--steps", "2", "--data", str(file), "--model",
-                 str(cache / "tiny-countdown"), "--max-new-tokens", "4", "--prompt", "plain")
+    base = str(tiny.base_folder("countdown", cache))
+    folder = run(tmp_path / "run", cache, "--steps", "2", "--data", str(file), "--model", base,
+                 "--max-new-tokens", "4", "--prompt", "plain")
     evaluation = json.loads((folder / "evaluation.json").read_text())
     assert evaluation["strategy_entropy"] is None
     assert evaluation["valid"] is None

@@ -12,7 +12,7 @@ import transformers
 import data
 from bench import bench, peers
 from sample import Policy
-from support import hub
+from support import hub, tiny
 from support.config import Config
 
 
@@ -25,7 +25,7 @@ def config(cache, tmp_path) -> Config:
 
 def with_ends(config: Config, folder: Path, ends: list[int]) -> Config:
     """The tiny model, but these tokens end a response."""
-    shutil.copytree(Path(config.cache) / "tiny-countdown", folder)
+    shutil.copytree(tiny.base_folder("countdown", Path(config.cache)), folder)
     raw = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**raw, "eos_token_id": ends}))
     return replace(config, model=str(folder))

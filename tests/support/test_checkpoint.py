@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 import evaluate
 import train
-from support import checkpoint, files
+from support import checkpoint, files, tiny
 from support.config import Config
 from tests.conftest import adapted, small_model
 from tests.test_train import (  # noqa: F401 (quick_world is a fixture)
@@ -426,7 +426,7 @@ def test_a_run_does_not_go_on_with_other_problems(cache, tmp_path, capsys):
         file.write_text("".join(json.dumps(line) + "\n" for line in sums))
     write_sums()
     folder = run(tmp_path / "run", cache, "--steps", "1", "--method", "grpo", "--data", str(file),
-                 "--model", str(cache / "tiny-countdown"), "--max-new-tokens", "4")
+                 "--model", str(tiny.base_folder("countdown", cache)), "--max-new-tokens", "4")
     capsys.readouterr()
     for line in sums:
         line["answer"] += 1
@@ -494,6 +494,6 @@ def test_every_weight_is_in_the_fingerprint():
 
 def test_a_config_is_a_runs_only_if_it_says_so(finished, cache):
     assert checkpoint.read_config(finished).steps == 4
-    assert checkpoint.read_config(cache / "tiny-countdown") is None
+    assert checkpoint.read_config(tiny.base_folder("countdown", cache)) is None
     assert checkpoint.read_config(cache) is None
     assert adapter(finished)
