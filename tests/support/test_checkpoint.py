@@ -201,7 +201,7 @@ def test_an_untouched_folder_goes_away_and_a_used_one_stays(tmp_path):
 def test_resuming_with_other_settings_is_refused_by_name(finished, capsys):
     before = all_files(finished)
     error = refused(capsys, resume, finished, "--kl", "0.5", "--seed", "0", "--gate", "none")
-    assert "--kl 0.5 (the run: 0.05)" in error
+    assert "--kl 0.5 (the run: 0.03)" in error
     assert "--gate none (the run: correct)" in error
     assert "--seed" not in error
     assert before == all_files(finished)

@@ -130,7 +130,7 @@ def test_a_record_says_what_each_response_is():
     found = report.make_record(problem, ["1+2=3;3+3=6", "no"], [4, 0], [[1.0, 2.0], [3.0, 4.0]])
     assert found == {"question": "use 1,2,3 to make 6:", "responses": [
         {"text": "1+2=3;3+3=6", "correct": 1.0, "cluster": 4, "place": [1.0, 2.0],
-         "strategy": "++"},
+         "strategy": "a+b+c"},
         {"text": "no", "correct": 0.0, "cluster": 0, "place": [3.0, 4.0], "strategy": None}]}
     question = data.Question("What is 2+3?", 5)
     found = report.make_record(question, ["#### 5"], [0], [[0.0, 0.0]])
