@@ -9,11 +9,11 @@ and, where it has them,
     strategy_of(response) -> str | None   the true strategy, for measurement (and the oracle) only
     strategies: set[str]                  every strategy that solves it, for measurement only
 
-Countdown is built in: combine given numbers, each once, with + - *, to reach a target.
+Countdown is built in: combine given numbers with + - * to reach a target, each of them once.
     use 3,8,5 to make 19:   ->   8*3=24;24-5=19
-Each legal response shows its strategy: the calculation, whatever the order of its steps. So one
-can watch a policy lose strategies. In countdown-many each problem can be solved by two calculations
-or more, and a response need not use every number; in countdown most problems have one. Word
+Each legal response shows its strategy, so one can watch a policy lose strategies: its operators in
+order, or in countdown-calculations the calculation, whatever the order of its steps. Problems of
+these and of countdown-many can all be solved in several ways, most of countdown's in one. Word
 problems come from GSM8K or from JSONL files and are judged by the number that the response ends on
 (support/answers.py). A task of your own is one function from a split to its problems:
 `--data my_file:my_function`.
@@ -46,35 +46,42 @@ class Rules:
     smallest: int = 1
     largest: int = 15
     use_all: bool = True  # must a response use every number?
-    strategies: int = 1  # at least so many solve each problem
+    kinds: int = 1  # at least so many different solutions each problem has
+    calculations: bool = False  # is a strategy a calculation, or its operators in order?
 
     def allow(self, problem: "Countdown") -> bool:
-        """With target 0 the last step, x-x, does not tell a strategy from its negative."""
-        return self.strategies == 1 or (problem.target > 0
-                                        and len(problem.strategies) >= self.strategies)
+        if self.kinds == 1:
+            return True
+        kinds = problem.strategies
+        if not self.calculations:
+            kinds = {"".join(sorted(operators)) for operators in kinds}
+        # With target 0 the last step, x-x, does not tell a calculation from its negative.
+        is_clear = problem.target > 0 or not self.calculations
+        return is_clear and len(kinds) >= self.kinds
 
 
-COUNTDOWN = {"countdown": Rules(3), "countdown4": Rules(4),
-             "countdown-many": Rules(3, 2, 30, use_all=False, strategies=2)}
+COUNTDOWN = {"countdown": Rules(3), "countdown4": Rules(4), "countdown-many": Rules(3, kinds=2),
+             "countdown-calculations": Rules(3, 2, 30, use_all=False, kinds=2, calculations=True)}
 
 
 @dataclass(frozen=True)
 class Countdown:
     numbers: tuple[int, ...]
     target: int
-    use_all: bool = True
+    rules: Rules = COUNTDOWN["countdown"]
 
     @property
     def instruction(self) -> str:
-        return (f"Use each number {'' if self.use_all else 'at most '}once, with + - *. Write only "
-                "the steps, like this: 8*3=24;24-5=19")
+        once = "once" if self.rules.use_all else "at most once"
+        return (f"Use each number {once}, with + - *. Write only the steps, like this: "
+                "8*3=24;24-5=19")
 
     @cached_property
     def prompt(self) -> str:
         return f"use {','.join(map(str, self.numbers))} to make {self.target}:"
 
-    def play(self, response: str) -> tuple[int, Calculation] | None:
-        """Parse a response -> (its result, its calculation), None if it is illegal.
+    def play(self, response: str) -> tuple[str, int, Calculation] | None:
+        """Parse a response -> (operators in order, result, calculation), None if it is illegal.
 
         Legal: steps `a+b=c`, joined by `;`, one fewer than there are numbers, or any number up to
         that if not all must be used; the arithmetic is right; each a and b is on the table: the
@@ -83,31 +90,37 @@ class Countdown:
         if len(response) > 20 * len(self.numbers):  # longer than any legal play
             return None
         steps = [STEP.fullmatch(step) for step in response.split(";")]
-        if None in steps or (self.use_all and len(steps) < len(self.numbers) - 1):
+        if None in steps or (self.rules.use_all and len(steps) < len(self.numbers) - 1):
             return None
-        table = first_table(self.numbers)
+        table, operators = first_table(self.numbers), ""
         for step in steps:
             table = play_step(table, int(step[1]), step[2], int(step[3]))
             if table is None or table[-1][0] != int(step[4]):
                 return None
-        return table[-1]
+            operators += step[2]
+        return operators, *table[-1]
 
     def judge(self, response: str) -> float:
         played = self.play(response)
-        return float(played is not None and played[0] == self.target)
+        return float(played is not None and played[1] == self.target)
 
     def valid(self, response: str) -> bool:
         return self.play(response) is not None
 
     def strategy_of(self, response: str) -> str | None:
-        """The calculation, with letters for the numbers from small to large, such as `ac-b`."""
+        """The operators in order, such as `*-`, or the calculation, such as `ac-b` (Rules)."""
         played = self.play(response)
-        return played and write(played[1])
+        if played is None:
+            return None
+        operators, _, calculation = played
+        return write(calculation) if self.rules.calculations else operators
 
     @cached_property
     def strategies(self) -> set[str]:
         """Every strategy that solves this problem."""
-        return solve(tuple(sorted(self.numbers)), self.use_all).get(self.target, set())
+        plays = solve(tuple(sorted(self.numbers)), self.rules.use_all).get(self.target, set())
+        return {calculation if self.rules.calculations else operators
+                for operators, calculation in plays}
 
 
 def random_play(numbers: tuple[int, ...], rng: random.Random, operators: str = "+-*",
@@ -138,7 +151,7 @@ def random_problem(rules: Rules, rng: random.Random) -> Countdown:
     """
     numbers = tuple(rng.randint(rules.smallest, rules.largest) for _ in range(rules.count))
     _, target = random_play(numbers, rng, "+++--**", rules.use_all)
-    return Countdown(numbers, target, rules.use_all)
+    return Countdown(numbers, target, rules)
 
 
 def split_of(key: str) -> str:
@@ -154,10 +167,10 @@ def countdown(split: str, count: int, seed: int, rules: Rules) -> list[Countdown
     while len(problems) < (count or COUNTDOWN_TRAINING) and misses < 10_000:
         problem = random_problem(rules, rng)
         key = f"{sorted(problem.numbers)} {problem.target}"  # the same in any order
+        if not rules.allow(problem):
+            continue
         misses += 1
         if split_of(key) != split.removesuffix("-drawn") or key in seen:
-            continue
-        if not rules.allow(problem):
             continue
         problems.append(problem)
         misses = 0

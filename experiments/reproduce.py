@@ -4,9 +4,12 @@
     python -m experiments.reproduce --quick         three methods, 160 steps
 
 many and others are about problems with several ways (countdown-many), few about problems that
-mostly have one (countdown). Settings are chosen on validation problems (many-tune, few-tune, sweep:
-base models and seeds from 0 on) and reported on test problems (many, others: base models from 5,
-seeds from 60; few: base models from 20, seeds from 50). --quick has base model 0 and seeds from 10.
+mostly have one (countdown), calculations about problems with several calculations
+(countdown-calculations). Settings are chosen on validation problems (calculations-tune, few-tune,
+many-tune, sweep: base models and seeds from 0 on; many-sus-tune: base models from 10, seeds from
+30) and reported on test problems (calculations: base models from 5, seeds from 60; many, others:
+base models from 15, seeds from 40; few: base models from 20, seeds from 50). --quick has base model
+0 and seeds from 10.
 Each run is then measured at several temperatures. Finished runs are kept: after Ctrl-C or a crash
 the same command goes on. measures.jsonl has all numbers, tables.md compares them.
 """
@@ -38,13 +41,14 @@ def grid(methods: dict[str, str], weights: tuple[float, ...]) -> dict[str, str]:
 # name: method and flags
 RIVALS = {"grpo": f"grpo {SCALED}", "focal": f"{OTHER}focal {SCALED}",
           "passk": f"{OTHER}passk {PASSK}"}
-MANY_TUNE = {
-    **grid({"sus": f"sus {GROUP} --alpha 16"}, (0.05, 0.1, 0.2)),
-    "sus-alpha=4": f"sus {GROUP} --alpha 4 --kl 0.1",
-    **grid({"grpo": RIVALS["grpo"], "focal": RIVALS["focal"]}, (0.05, 0.1, 0.2)),
-    "grpo-falling": f"grpo {SCALED} --kl 0.1 --kl-decay 0.03",
-    "focal-alpha=4": f"{OTHER}focal --bonus scaled --alpha 4 --gate mixed --kl 0.1",
-    **grid({"passk": RIVALS["passk"]}, (0.0, 0.003, 0.01, 0.03))}
+MANY_TUNE = grid(RIVALS, (0.0, 0.01, 0.03, 0.1)) | {
+    "grpo-kl-0.2": f"grpo {SCALED} --kl 0.2", "passk-kl-0.003": f"{OTHER}passk {PASSK} --kl 0.003",
+    "focal-alpha=8": f"{OTHER}focal --bonus scaled --alpha 8 --gate mixed --kl 0.0"}
+MANY_SUS_TUNE = {f"sus-alpha={alpha}": f"sus {GROUP} --kl 0.03 --alpha {alpha}"
+                 for alpha in (4, 8)} | {
+    f"sus-alpha={alpha}-constant": f"sus {GROUP} --kl 0.03 --alpha {alpha} --alpha-decay 0"
+    for alpha in (1, 4)} | {name: MANY_TUNE[name] for name in (
+        "grpo-kl-0.1", "grpo-kl-0.2", "focal-kl-0.1")}
 FEW_TUNE = {f"sus-alpha={alpha}": f"sus {QUERY} --kl 0.05 --alpha {alpha}" for alpha in (4, 16)} | {
     f"sus-group-alpha={alpha}": f"sus {GROUP} --kl 0.05 --alpha {alpha}" for alpha in (4, 16)} | (
     grid(RIVALS, (0.03, 0.05, 0.1))) | {
@@ -52,21 +56,31 @@ FEW_TUNE = {f"sus-alpha={alpha}": f"sus {QUERY} --kl 0.05 --alpha {alpha}" for a
     "passk-kl-0.0": f"{OTHER}passk {PASSK} --kl 0.0",
     "focal-alpha=8": f"{OTHER}focal --bonus scaled --alpha 8 --gate mixed --kl 0.05"}
 
-# As many-tune chose: of GRPO what covers most, and what is right most often.
-WAYS = MANY_TUNE["sus-kl-0.05"].removeprefix("sus ")
+WAYS = MANY_SUS_TUNE["sus-alpha=4"].removeprefix("sus ")  # by many-sus-tune
 CONTROLS = {"shuffled": f"{OTHER}shuffled", "random": f"{OTHER}random_embeddings"}
-MANY = {"sus": f"sus {WAYS}", "grpo-kl-0.05": MANY_TUNE["grpo-kl-0.05"],
-        "grpo-falling": MANY_TUNE["grpo-falling"], "focal": MANY_TUNE["focal-kl-0.05"],
-        "passk": MANY_TUNE["passk-kl-0.003"]} | {
+MANY = {"sus": f"sus {WAYS}", "grpo-kl-0.1": MANY_TUNE["grpo-kl-0.1"],
+        "grpo-kl-0.2": MANY_TUNE["grpo-kl-0.2"], "focal": MANY_TUNE["focal-kl-0.1"]} | {
     name: f"{method} {WAYS}" for name, method in CONTROLS.items()}
 BEST = FEW_TUNE["sus-group-alpha=4"].removeprefix("sus ")  # results/few-sus-tune.jsonl
 FEW = {"sus": f"sus {BEST}", "grpo-kl-0.1": FEW_TUNE["grpo-kl-0.1"],
        "focal": FEW_TUNE["focal-alpha=8"], "passk": FEW_TUNE["passk-kl-0.0"]} | {
     name: f"{method} {BEST}" for name, method in CONTROLS.items()}
-QUICK = {"sus": MANY["sus"], "grpo": MANY["grpo-kl-0.05"], "shuffled": MANY["shuffled"]}
+CALCULATIONS_TUNE = {
+    **grid({"sus": f"sus {GROUP} --alpha 16"}, (0.05, 0.1, 0.2)),
+    "sus-alpha=4": f"sus {GROUP} --alpha 4 --kl 0.1",
+    **grid({"grpo": RIVALS["grpo"], "focal": RIVALS["focal"]}, (0.05, 0.1, 0.2)),
+    "grpo-falling": f"grpo {SCALED} --kl 0.1 --kl-decay 0.03",
+    "focal-alpha=4": f"{OTHER}focal --bonus scaled --alpha 4 --gate mixed --kl 0.1",
+    **grid({"passk": RIVALS["passk"]}, (0.0, 0.003, 0.01, 0.03))}
+CHOSEN = CALCULATIONS_TUNE["sus-kl-0.05"].removeprefix("sus ")
+CALCULATIONS = {"sus": f"sus {CHOSEN}"} | {
+    name: CALCULATIONS_TUNE[name] for name in ("grpo-kl-0.05", "grpo-falling")} | {
+    "focal": CALCULATIONS_TUNE["focal-kl-0.05"], "passk": CALCULATIONS_TUNE["passk-kl-0.003"]} | {
+    name: f"{method} {CHOSEN}" for name, method in CONTROLS.items()}
+QUICK = {"sus": MANY["sus"], "grpo": "grpo --kl 0.03", "shuffled": MANY["shuffled"]}
 SWEEP = {"sus": MANY["sus"]} | {name: f"{MANY['sus']} --{name.replace('_', '-')}" for name in (
-    "alpha=4", "alpha=64", "lambda_ss=0.5", "lambda_ss=2", "lambda_sus=0", "lambda_sus=1",
-    "kl=0.02", "kl=0.1")}
+    "alpha=2", "alpha=8", "lambda_ss=0.5", "lambda_ss=2", "lambda_sus=0", "lambda_sus=1",
+    "kl=0.01", "kl=0.1")}
 OTHERS = {"sus": MANY["sus"], "ss": f"ss {WAYS}", "surprise": f"surprise {WAYS}"} | {
     name: f"{OTHER}{name} {WAYS}" for name in (
         "novelty", "uniqueness", "repository", "elliptical", "count", "rnd", "ss_focal", "flat",
@@ -76,13 +90,14 @@ OTHERS = {"sus": MANY["sus"], "ss": f"ss {WAYS}", "surprise": f"surprise {WAYS}"
     "untrained": f"sus {WAYS} --strategy-updates 0 --strategy-warmup 0",
     "no-decay": f"sus {WAYS} --alpha-decay 0", "k2": f"sus {WAYS} --kl-form k2",
     "learned-lambdas": f"sus {WAYS} --learn-lambdas",
+    "passk": f"{OTHER}passk {PASSK} --kl 0.003",
     "unlikeliness": f"{OTHER}unlikeliness --bonus added --gate correct --alpha 0.25 "
-                    "--alpha-decay 0 --kl 0.05",
+                    "--alpha-decay 0 --kl 0.03",
     "smoothing": f"{OTHER}smoothing --bonus added --gate group --alpha 0.02 --alpha-decay 0 "
-                 "--kl 0.05",
+                 "--kl 0.03",
     "literal": "sus --bonus added --alpha 0.3 --alpha-decay 0 --sus-baseline none --gate correct "
                "--expectation query --normalise std --strategy-warmup 0 --strategy-updates 1 "
-               "--kl 0.05"}
+               "--kl 0.03"}
 
 
 @dataclass(frozen=True)
@@ -96,10 +111,14 @@ class Part:
     problems: int = 400  # that each run is measured on, per split
 
 
-MANY_REPORT = {"splits": temperatures.SPLITS[:2], "first_seed": 60, "first_base": 5}
+MANY_REPORT = {"splits": temperatures.SPLITS[:2], "first_seed": 40, "first_base": 15}
 PARTS = {"many": Part(MANY, **MANY_REPORT), "others": Part(OTHERS, **MANY_REPORT),
          "few": Part(FEW, "countdown", temperatures.SPLITS, first_seed=50, first_base=20),
+         "calculations": Part(CALCULATIONS, "countdown-calculations", temperatures.SPLITS[:2],
+                              first_seed=60, first_base=5, problems=340),
+         "calculations-tune": Part(CALCULATIONS_TUNE, "countdown-calculations", problems=340),
          "many-tune": Part(MANY_TUNE), "few-tune": Part(FEW_TUNE, "countdown"),
+         "many-sus-tune": Part(MANY_SUS_TUNE, first_seed=30, first_base=10),
          "sweep": Part(SWEEP),
          "quick": Part(QUICK, splits=temperatures.SPLITS[:2], first_seed=10, bases=1,
                        problems=100)}

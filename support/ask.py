@@ -29,7 +29,7 @@ def find_problem(task: str, text: str) -> tuple:
             raise ValueError(f"{text!r} is no such problem: expected up to four numbers, such as "
                              f'"{EXAMPLE}"')
         numbers = tuple(map(int, found[1].split(",")))
-        return data.Countdown(numbers, int(found[2]), data.COUNTDOWN[task].use_all), True
+        return data.Countdown(numbers, int(found[2]), data.COUNTDOWN[task]), True
     for split in ("test", "train", "validation"):
         with suppress(ValueError):  # a task may lack a split
             for problem in data.load(task, split):

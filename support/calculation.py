@@ -1,11 +1,11 @@
-"""Countdown's strategies: the calculation behind a play, whatever the order of its steps.
+"""The calculation behind a play of Countdown, whatever the order of its steps; a solver.
 
 A play takes two numbers from the table and puts their result there, step by step. With letters for
 the given numbers, from the smallest to the largest, each number on the table is a polynomial,
-multiplied out: (b + c) * a and c * a + a * b are both ab + ac. Two plays are the same strategy if
-their polynomials are equal, so that they give the same result whatever the numbers are; 2 + 2 and
-2 * 2 are two. Where equal numbers lie on the table, a text does not tell which one it takes: it is
-a given one before a computed one, and of computed ones the first.
+multiplied out: (b + c) * a and c * a + a * b are both ab + ac. Two plays are the same calculation
+if their polynomials are equal, so that they give the same result whatever the numbers are; 2 + 2
+and 2 * 2 are two. Where equal numbers lie on the table, a text does not tell which one it takes:
+it is a given one before a computed one, and of computed ones the first.
 """
 from collections import Counter
 from collections.abc import Iterator
@@ -62,22 +62,23 @@ def play_step(table: Table, a: int, operator: str, b: int) -> Table | None:
     return (*rest, (OPERATORS[operator](a, b), combine(x, operator, y)))
 
 
-def next_tables(table: Table) -> Iterator[Table]:
-    """After every step. a >= b is enough: a + b is b + a, and a - b may not be negative."""
+def next_tables(table: Table) -> Iterator[tuple[str, Table]]:
+    """After every step, with its operator. a >= b is enough: a + b is b + a, and a - b may not be
+    negative."""
     numbers = sorted((number for number, _ in table), reverse=True)
     for a, b in combinations(numbers, 2):
         for operator in OPERATORS:
-            yield play_step(table, a, operator, b)
+            yield operator, play_step(table, a, operator, b)
 
 
 @cache
-def solve(numbers: tuple[int, ...], use_all: bool) -> dict[int, set[str]]:
-    """{result: the strategies that reach it} of all legal plays of these numbers, or of some."""
-    tables, strategies = {first_table(numbers)}, {}
+def solve(numbers: tuple[int, ...], use_all: bool) -> dict[int, set[tuple[str, str]]]:
+    """All legal plays of these numbers, or of some -> {result: {(operators, calculation)}}."""
+    tables, plays = {("", first_table(numbers))}, {}
     for step in range(1, len(numbers)):
-        tables = {after for table in tables for after in next_tables(table)}
+        tables = {(operators + operator, after) for operators, table in tables
+                  for operator, after in next_tables(table)}
         if step == len(numbers) - 1 or not use_all:
-            for table in tables:
-                result, calculation = table[-1]
-                strategies.setdefault(result, set()).add(write(calculation))
-    return strategies
+            for operators, (*_, (result, calculation)) in tables:
+                plays.setdefault(result, set()).add((operators, write(calculation)))
+    return plays

@@ -54,7 +54,8 @@ class Config:
     rank: int = flag(8, "LoRA rank", low=1, high=2 ** 14)
     cache: str = flag("cache", "folder for the tiny base model")
 
-    data: str = flag("countdown-many", "countdown-many, countdown, countdown4, gsm8k, a JSONL file "
+    data: str = flag("countdown-many", "countdown-many, countdown-calculations, countdown, "
+                     "countdown4, gsm8k, a JSONL file "
                      "or folder with questions and answers, or module:function",
                      group="The problems")
     prompt: str = flag("auto", "chat uses the tokenizer's chat template, plain does not, auto does "
@@ -70,7 +71,7 @@ class Config:
 
     method: str = flag("sus", "what is rewarded beside correctness: sus, ss, surprise, perplexity, "
                        "grpo (nothing), or module:function", group="The intrinsic reward")
-    alpha: float = flag(16.0, "scale of the intrinsic reward; the paper has 0.3")
+    alpha: float = flag(4.0, "scale of the intrinsic reward; the paper has 0.3")
     alpha_decay: float = flag(1.0, "share of the run over which alpha falls to zero; 0: constant",
                               high=1)
     bonus: str = flag("scaled", "r = c + alpha r_int, or correct responses scaled by 1 + alpha "
@@ -99,7 +100,7 @@ class Config:
 
     normalise: str = flag("none", "advantage: reward minus group mean, divided by the group's "
                           "deviation or by nothing", choices=("std", "none"), group="The update")
-    kl: float = flag(0.05, "weight of the KL penalty to the base model; 0 saves a pass")
+    kl: float = flag(0.03, "weight of the KL penalty to the base model; 0 saves a pass")
     kl_decay: float = flag(1.0, "share of that weight that is left at the end; 1: constant",
                            low=1e-6, high=1)
     kl_form: str = flag("k3", "the penalty's estimator; its gradient is that of KL(base || policy) "

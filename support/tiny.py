@@ -2,10 +2,10 @@
 
 It is pretrained from scratch on random legal plays, a share of which ends on the target in its
 prompt (TARGET_SHARE). So it knows the notation and the arithmetic, uses all strategies, and is
-right now and then. In countdown-many it has seen many winning plays: a policy is soon often right,
-and GRPO settles on one way per problem. In countdown it has seen few and hardly knows which target
-asks for which strategy: GRPO is tempted to do nothing but add. Both shares were chosen so that
-plain GRPO loses strategies; RESULTS.md says what follows from that.
+right now and then. In countdown-many and countdown-calculations it has seen many winning plays: a
+policy is soon often right, and GRPO settles on one way per problem. In countdown it has seen few
+and hardly knows which target asks for which strategy: GRPO is tempted to do nothing but add. All
+shares were chosen so that plain GRPO loses strategies; RESULTS.md says what follows from that.
 
 The result is an ordinary Hugging Face folder, so the tiny model and a downloaded one take the same
 path through the code.
@@ -40,7 +40,8 @@ CONFIG = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_s
           "max_position_embeddings": 128, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
           "tie_word_embeddings": True, "eos_token_id": 1, "pad_token_id": 0}
 # Plays whose prompt asks for what they reach; chance brings the first share to 0.2.
-TARGET_SHARE = {"countdown": 0.08, "countdown4": 0.3, "countdown-many": 0.5}
+TARGET_SHARE = {"countdown": 0.08, "countdown4": 0.3, "countdown-many": 0.5,
+                "countdown-calculations": 0.5}
 STEPS, BATCH, LEARNING_RATE, WARMUP = 1000, 128, 3e-3, 50
 
 

@@ -40,12 +40,13 @@ LEFT_OUT = "not killed_and_resumed and not full_disk and not real_ctrl_c"
 MUTANTS = (
     # The rules of play, splits and judges.
     ("data.py", "table[-1][0] != int(step[4])", "False"),
-    ("data.py", "or (self.use_all and len(steps) < len(self.numbers) - 1)", ""),
-    ("data.py", "return Countdown(numbers, target, rules.use_all)",
+    ("data.py", "or (self.rules.use_all and len(steps) < len(self.numbers) - 1)", ""),
+    ("data.py", "return Countdown(numbers, target, rules)",
      "return Countdown(numbers, target)"),
     ("data.py", "problem.target > 0", "True"),
+    ("data.py", "is_clear and len(kinds) >= self.kinds", "is_clear"),
+    ("data.py", "operators += step[2]", "operators = step[2]"),
     ("data.py", "rng.randint(2, len(numbers))", "len(numbers)"),
-    ("data.py", "and len(problem.strategies) >= self.strategies", ""),
     ("data.py", "(0|[1-9][0-9]{0,4})", "([0-9]{1,5})"),
     ("data.py", "if not 0 <= result <= LARGEST_RESULT", "if not result <= LARGEST_RESULT"),
     ("data.py", "hashlib.sha256(key.encode()).digest()[0] %", "random.randrange(256) %"),

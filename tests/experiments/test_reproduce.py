@@ -51,8 +51,9 @@ def test_quick_is_a_part_of_its_own(capsys, tmp_path):
 
 
 # The first seed and the first base model of each part.
-TUNING = {"few-tune": (0, 0), "many-tune": (0, 0), "sweep": (0, 0)}
-REPORTS = {"few": (50, 20), "others": (60, 5), "many": (60, 5)}
+TUNING = {"calculations-tune": (0, 0), "few-tune": (0, 0), "many-tune": (0, 0), "sweep": (0, 0),
+          "many-sus-tune": (30, 10)}
+REPORTS = {"calculations": (60, 5), "few": (50, 20), "others": (40, 15), "many": (40, 15)}
 
 
 def test_a_plan_tunes_on_other_problems_seeds_and_base_models_than_it_reports(tmp_path):
@@ -77,7 +78,7 @@ def test_a_plan_tunes_on_other_problems_seeds_and_base_models_than_it_reports(tm
     assert list(reproduce.QUICK) == ["sus", "grpo", "shuffled"]
 
 
-@pytest.mark.parametrize("part", ["few-tune", "many-tune"])
+@pytest.mark.parametrize("part", ["calculations-tune", "few-tune", "many-tune"])
 def test_every_rival_is_tuned_alike(part):
     methods = [setting.split()[0] for setting in reproduce.PARTS[part].settings.values()]
     assert "grpo" in methods
@@ -116,8 +117,8 @@ def test_base_models_are_built_with_their_own_seeds(tmp_path, monkeypatch):
     with pytest.raises(SystemExit):  # there is nothing to compare
         reproduce.main(["--part", "many", "--seeds", "2", "--folder", str(tmp_path),
                         "--cache", str(tmp_path / "base")])
-    assert built == [("countdown-many", tmp_path / "base-5", 5),
-                     ("countdown-many", tmp_path / "base-6", 6)]
+    assert built == [("countdown-many", tmp_path / "base-15", 15),
+                     ("countdown-many", tmp_path / "base-16", 16)]
 
 
 def test_a_small_reproduction_goes_on_after_a_failure(cache, tmp_path, monkeypatch, capsys):

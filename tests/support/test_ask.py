@@ -19,7 +19,7 @@ def responses(*texts, **more):
 def test_a_countdown_problem_is_read_and_judged():
     for text in ("use 3,8,5 to make 19:", "  use 3,8,5 to make 19", "Use 3, 8, 5 to make 19 :"):
         assert ask.find_problem("countdown", text) == (Countdown((3, 8, 5), 19), True)
-        assert not ask.find_problem("countdown-many", text)[0].use_all
+        assert not ask.find_problem("countdown-calculations", text)[0].rules.use_all
     for text in ("", "use 3 to make 3:", "3,8 19", "use 3,8 to make -1:", "use 99999,1 to make 2",
                  "use 1,2,3,4,5 to make 9"):
         with pytest.raises(ValueError, match="expected .*use 3,8,5 to make 19:"):

@@ -130,7 +130,7 @@ def test_a_record_says_what_each_response_is():
     found = report.make_record(problem, ["1+2=3;3+3=6", "no"], [4, 0], [[1.0, 2.0], [3.0, 4.0]])
     assert found == {"question": "use 1,2,3 to make 6:", "responses": [
         {"text": "1+2=3;3+3=6", "correct": 1.0, "cluster": 4, "place": [1.0, 2.0],
-         "strategy": "a+b+c"},
+         "strategy": "++"},
         {"text": "no", "correct": 0.0, "cluster": 0, "place": [3.0, 4.0], "strategy": None}]}
     question = data.Question("What is 2+3?", 5)
     found = report.make_record(question, ["#### 5"], [0], [[0.0, 0.0]])
@@ -176,7 +176,7 @@ def test_a_model_card_says_what_the_model_is(merged, tmp_path):
     assert f"library_name: {'transformers' if merged else 'peft'}\n" in header
     assert "# Qwen2.5-1.5B, trained with sus on gsm8k\n" in body
     assert "after 40 steps of GRPO and the intrinsic reward `sus`" in body
-    assert "`sus` with alpha 0.5" in body and "seed 3, kl 0.05" in body
+    assert "`sus` with alpha 0.5" in body and "seed 3, kl 0.03" in body
     assert "from transformers import AutoModelForCausalLM" in body
     assert "prompt 20" in body
     assert "20 validation problems, 5 responses each at temperature 1.0" in body
