@@ -392,7 +392,7 @@ def test_a_malformed_line_is_named(tmp_path, line, words):
 
 
 @pytest.mark.parametrize("name, words", [
-    ("chess", "expected countdown, countdown4, countdown-many, countdown-calculations, gsm8k, a JSONL"),
+    ("chess", "expected countdown, countdown4, countdown-many, countdown-calculations, gsm8k, a"),
     ("missing.jsonl", "expected countdown"), ("", "expected countdown"),
     ("json:", "expected countdown"), ("/dev/null", "no train problems"),
     ("json:nothing", "cannot be imported"), ("no_such_module:f", "cannot be imported"),
