@@ -33,7 +33,6 @@ QWEN = {"model_type": "qwen2", "vocab_size": 151936, "hidden_size": 1536,
         "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12,
         "num_key_value_heads": 2, "max_position_embeddings": 131072, "tie_word_embeddings": True}
 SHAPES = {"tiny": tiny.CONFIG, "Qwen/Qwen2.5-1.5B": QWEN, "Qwen/Qwen2.5-1.5B-Instruct": QWEN}
-PROMPT_TOKENS = {"countdown": 9, "countdown4": 11, "countdown-many": 9}
 QUESTION_TOKENS = 150  # of a word problem's prompt
 # Bytes that autograd keeps per token and layer, for each unit of the hidden size, the queries, the
 # keys and values, the intermediate size and the rank; counted from the tensors that it saves.
@@ -55,6 +54,11 @@ def find_shape(name: str) -> ModelConfig:
     return ModelConfig.from_dict(files.read_json(file), str(file))
 
 
+def count_prompt_tokens(task: str) -> int:
+    """In a Countdown prompt of the tiny model each number, comma and phrase is one token."""
+    return 2 * data.COUNTDOWN[task].count + 3 if task in data.COUNTDOWN else QUESTION_TOKENS
+
+
 def activation_bytes(shape: ModelConfig, width: int, rank: int) -> float:
     """What the update keeps for the backward pass, per token and layer."""
     sizes = (shape.hidden_size, shape.heads * shape.head_dim, 2 * shape.kv_heads * shape.head_dim,
@@ -68,7 +72,7 @@ def estimate(config: Config, shape: ModelConfig, width: int) -> dict[str, float]
         model = lora.apply(Transformer(shape), config.rank)
     adapters = sum(adapter.numel() for adapter in lora.parameters(model).values())
     base = sum(parameter.numel() for parameter in model.parameters()) - adapters
-    prompt = PROMPT_TOKENS.get(config.data, QUESTION_TOKENS)
+    prompt = count_prompt_tokens(config.data)
     new, rows = config.max_new_tokens, config.problems * config.samples
     tokens = config.problems * prompt + rows * new
     cache = tokens * shape.layers * 2 * shape.kv_heads * shape.head_dim * width
@@ -123,7 +127,7 @@ def report(config: Config) -> str:
         if config.model == "tiny":
             tiny.find_base(config)  # says that the tiny model plays Countdown only
     shape = find_shape(config.model)
-    prompt = PROMPT_TOKENS.get(config.data, QUESTION_TOKENS)
+    prompt = count_prompt_tokens(config.data)
     if prompt + config.max_new_tokens > shape.context:
         raise ValueError(f"a prompt of about {prompt} tokens and {config.max_new_tokens} new ones "
                          f"exceed the model's context of {shape.context}")

@@ -30,7 +30,7 @@ CHANGEABLE = {"run", "resume", "steps", "checkpoint_every", "device", "eval_ever
               "micro_batch", "recompute", "dry_run", "wandb", "tensorboard"}
 BY_CONTENT = {"model", "data"}  # their weights and problems are compared, not their names
 # Names of a model or a task, not of a folder.
-NAMES = {"tiny", "countdown", "countdown4", "countdown-many", "gsm8k"}
+NAMES = {"tiny", "countdown", "countdown4", "countdown-many", "countdown-calculations", "gsm8k"}
 OWN_FILES = {"config.json", "lock"}  # what a run folder holds before the first evaluation
 
 

@@ -4,11 +4,12 @@ import dataclasses
 import pytest
 import torch
 
+import data
 import grpo
 import lora
 import train
 from model import Transformer
-from support import budget
+from support import budget, tiny
 from support.config import PRESETS, Config
 from support.fast import accelerate
 from support.hub import ModelConfig
@@ -97,3 +98,11 @@ def test_a_dry_run_refuses_what_the_run_would_refuse(flags, word, capsys):
 def test_a_shape_is_not_guessed():
     with pytest.raises(ValueError, match="cannot tell the shape"):
         budget.find_shape("someone/something")
+
+
+@pytest.mark.parametrize("task", data.COUNTDOWN)
+def test_prompts_are_as_long_as_the_budget_says(task):
+    prompts = [problem.prompt for problem in data.load(task, "test", 20)]
+    lengths = {len(ids) for ids in tiny.make_tokenizer()(prompts).input_ids}
+    assert lengths == {budget.count_prompt_tokens(task)}
+    assert budget.count_prompt_tokens("gsm8k") == budget.QUESTION_TOKENS
