@@ -12,9 +12,9 @@ and, where it has them,
 Countdown is built in: combine given numbers with + - * to reach a target, each of them once.
     use 3,8,5 to make 19:   ->   8*3=24;24-5=19
 Each legal response shows its strategy, so one can watch a policy lose strategies: its operators in
-order, or in countdown-calculations the calculation, whatever the order of its steps. Problems of
-these and of countdown-many can all be solved in several ways, most of countdown's in one. Word
-problems come from GSM8K or from JSONL files and are judged by the number that the response ends on
+order, or in countdown-calculations the calculation, whatever the order of its steps. All problems
+of countdown-many and countdown-calculations can be solved in several ways, most of countdown's in
+one. Word problems come from GSM8K or JSONL files and are judged by the number a response ends on
 (support/answers.py). A task of your own is one function from a split to its problems:
 `--data my_file:my_function`.
 """
