@@ -38,9 +38,15 @@ def grid(methods: dict[str, str], weights: tuple[float, ...]) -> dict[str, str]:
             for name, flags in methods.items() for kl in weights}
 
 
+def controls(flags: str) -> dict[str, str]:
+    """With the settings of SuS."""
+    return {"shuffled": f"{OTHER}shuffled {flags}", "random": f"{OTHER}random_embeddings {flags}"}
+
+
 # name: method and flags
 RIVALS = {"grpo": f"grpo {SCALED}", "focal": f"{OTHER}focal {SCALED}",
           "passk": f"{OTHER}passk {PASSK}"}
+FALLING = f"grpo {SCALED} --kl 0.1 --kl-decay 0.03"
 MANY_TUNE = grid(RIVALS, (0.0, 0.01, 0.03, 0.1)) | {
     "grpo-kl-0.2": f"grpo {SCALED} --kl 0.2", "passk-kl-0.003": f"{OTHER}passk {PASSK} --kl 0.003",
     "focal-alpha=8": f"{OTHER}focal --bonus scaled --alpha 8 --gate mixed --kl 0.0"}
@@ -52,31 +58,29 @@ MANY_SUS_TUNE = {f"sus-alpha={alpha}": f"sus {GROUP} --kl 0.03 --alpha {alpha}"
 FEW_TUNE = {f"sus-alpha={alpha}": f"sus {QUERY} --kl 0.05 --alpha {alpha}" for alpha in (4, 16)} | {
     f"sus-group-alpha={alpha}": f"sus {GROUP} --kl 0.05 --alpha {alpha}" for alpha in (4, 16)} | (
     grid(RIVALS, (0.03, 0.05, 0.1))) | {
-    "grpo-falling": f"grpo {SCALED} --kl 0.1 --kl-decay 0.03",
+    "grpo-falling": FALLING,
     "passk-kl-0.0": f"{OTHER}passk {PASSK} --kl 0.0",
     "focal-alpha=8": f"{OTHER}focal --bonus scaled --alpha 8 --gate mixed --kl 0.05"}
 
 WAYS = MANY_SUS_TUNE["sus-alpha=4"].removeprefix("sus ")  # by many-sus-tune
-CONTROLS = {"shuffled": f"{OTHER}shuffled", "random": f"{OTHER}random_embeddings"}
 MANY = {"sus": f"sus {WAYS}", "grpo-kl-0.1": MANY_TUNE["grpo-kl-0.1"],
-        "grpo-kl-0.2": MANY_TUNE["grpo-kl-0.2"], "focal": MANY_TUNE["focal-kl-0.1"]} | {
-    name: f"{method} {WAYS}" for name, method in CONTROLS.items()}
+        "grpo-kl-0.2": MANY_TUNE["grpo-kl-0.2"], "focal": MANY_TUNE["focal-kl-0.1"],
+        **controls(WAYS)}
 BEST = FEW_TUNE["sus-group-alpha=4"].removeprefix("sus ")  # results/few-sus-tune.jsonl
 FEW = {"sus": f"sus {BEST}", "grpo-kl-0.1": FEW_TUNE["grpo-kl-0.1"],
-       "focal": FEW_TUNE["focal-alpha=8"], "passk": FEW_TUNE["passk-kl-0.0"]} | {
-    name: f"{method} {BEST}" for name, method in CONTROLS.items()}
+       "focal": FEW_TUNE["focal-alpha=8"], "passk": FEW_TUNE["passk-kl-0.0"],
+       **controls(BEST)}
 CALCULATIONS_TUNE = {
     **grid({"sus": f"sus {GROUP} --alpha 16"}, (0.05, 0.1, 0.2)),
     "sus-alpha=4": f"sus {GROUP} --alpha 4 --kl 0.1",
     **grid({"grpo": RIVALS["grpo"], "focal": RIVALS["focal"]}, (0.05, 0.1, 0.2)),
-    "grpo-falling": f"grpo {SCALED} --kl 0.1 --kl-decay 0.03",
+    "grpo-falling": FALLING,
     "focal-alpha=4": f"{OTHER}focal --bonus scaled --alpha 4 --gate mixed --kl 0.1",
     **grid({"passk": RIVALS["passk"]}, (0.0, 0.003, 0.01, 0.03))}
 CHOSEN = CALCULATIONS_TUNE["sus-kl-0.05"].removeprefix("sus ")
-CALCULATIONS = {"sus": f"sus {CHOSEN}"} | {
-    name: CALCULATIONS_TUNE[name] for name in ("grpo-kl-0.05", "grpo-falling")} | {
-    "focal": CALCULATIONS_TUNE["focal-kl-0.05"], "passk": CALCULATIONS_TUNE["passk-kl-0.003"]} | {
-    name: f"{method} {CHOSEN}" for name, method in CONTROLS.items()}
+CALCULATIONS = {"sus": f"sus {CHOSEN}", "grpo-kl-0.05": CALCULATIONS_TUNE["grpo-kl-0.05"],
+                "grpo-falling": FALLING, "focal": CALCULATIONS_TUNE["focal-kl-0.05"],
+                "passk": CALCULATIONS_TUNE["passk-kl-0.003"], **controls(CHOSEN)}
 QUICK = {"sus": MANY["sus"], "grpo": "grpo --kl 0.03", "shuffled": MANY["shuffled"]}
 SWEEP = {"sus": MANY["sus"]} | {name: f"{MANY['sus']} --{name.replace('_', '-')}" for name in (
     "alpha=2", "alpha=8", "lambda_ss=0.5", "lambda_ss=2", "lambda_sus=0", "lambda_sus=1",
