@@ -3,13 +3,14 @@
     python -m experiments.reproduce --part many     one part; --help lists them
     python -m experiments.reproduce --quick         three methods, 160 steps
 
-many and others are about problems with several ways (countdown-many), few about problems that
-mostly have one (countdown), calculations about problems with several calculations
-(countdown-calculations). Settings are chosen on validation problems (calculations-tune, few-tune,
-many-tune, sweep: base models and seeds from 0 on; many-sus-tune: base models from 10, seeds from
-30) and reported on test problems (calculations: base models from 5, seeds from 60; many, others:
-base models from 15, seeds from 40; few: base models from 20, seeds from 50). --quick has base model
-0 and seeds from 10.
+many, sweep (parts and weights of SuS) and others (every other reward) are about problems with
+several ways (countdown-many), few about problems that mostly have one (countdown), calculations
+about problems with several calculations (countdown-calculations), four about four numbers
+(countdown4). Settings are chosen on validation problems (calculations-tune, few-tune, many-tune:
+base models and seeds from 0 on; many-sus-tune: base models from 10, seeds from 30) and reported on
+test problems (calculations: base models from 5, seeds from 60; many, sweep, others: base models
+from 15, seeds from 40; few: base models from 20, seeds from 50; four: base models from 0, seeds
+from 70). --quick has base model 0 and seeds from 10.
 Each run is then measured at several temperatures. Finished runs are kept: after Ctrl-C or a crash
 the same command goes on. measures.jsonl has all numbers, tables.md compares them.
 """
@@ -82,19 +83,21 @@ CALCULATIONS = {"sus": f"sus {CHOSEN}", "grpo-kl-0.05": CALCULATIONS_TUNE["grpo-
                 "grpo-falling": FALLING, "focal": CALCULATIONS_TUNE["focal-kl-0.05"],
                 "passk": CALCULATIONS_TUNE["passk-kl-0.003"], **controls(CHOSEN)}
 QUICK = {"sus": MANY["sus"], "grpo": "grpo --kl 0.03", "shuffled": MANY["shuffled"]}
-SWEEP = {"sus": MANY["sus"]} | {name: f"{MANY['sus']} --{name.replace('_', '-')}" for name in (
-    "alpha=2", "alpha=8", "lambda_ss=0.5", "lambda_ss=2", "lambda_sus=0", "lambda_sus=1",
-    "kl=0.01", "kl=0.1")}
-OTHERS = {"sus": MANY["sus"], "ss": f"ss {WAYS}", "surprise": f"surprise {WAYS}"} | {
+SWEEP = {"sus": MANY["sus"], "ss": f"ss {WAYS}", "surprise": f"surprise {WAYS}",
+         "grpo": QUICK["grpo"]} | {
+    name: f"{MANY['sus']} --{name.replace('_', '-')}" for name in (
+        "alpha=2", "alpha=8", "lambda_sus=1", "kl=0.01", "kl=0.1")}
+OTHERS = {"sus": MANY["sus"]} | {
     name: f"{OTHER}{name} {WAYS}" for name in (
         "novelty", "uniqueness", "repository", "elliptical", "count", "rnd", "ss_focal", "flat",
         "oracle", "group_oracle")} | {
     "perplexity": f"perplexity {WAYS}", "icm": f"{OTHER}icm {WAYS} --reading equations",
-    "equations": f"sus {WAYS} --reading equations", "query": f"sus {WAYS} --expectation query",
+    "equations": f"sus {WAYS} --reading equations --gate mixed",
+    "query": f"sus {WAYS} --expectation query",
     "untrained": f"sus {WAYS} --strategy-updates 0 --strategy-warmup 0",
     "no-decay": f"sus {WAYS} --alpha-decay 0", "k2": f"sus {WAYS} --kl-form k2",
     "learned-lambdas": f"sus {WAYS} --learn-lambdas",
-    "passk": f"{OTHER}passk {PASSK} --kl 0.003",
+    "passk-kl-0.003": MANY_TUNE["passk-kl-0.003"],
     "unlikeliness": f"{OTHER}unlikeliness --bonus added --gate correct --alpha 0.25 "
                     "--alpha-decay 0 --kl 0.03",
     "smoothing": f"{OTHER}smoothing --bonus added --gate group --alpha 0.02 --alpha-decay 0 "
@@ -117,13 +120,14 @@ class Part:
 
 MANY_REPORT = {"splits": temperatures.SPLITS[:2], "first_seed": 40, "first_base": 15}
 PARTS = {"many": Part(MANY, **MANY_REPORT), "others": Part(OTHERS, **MANY_REPORT),
+         "sweep": Part(SWEEP, **MANY_REPORT),
          "few": Part(FEW, "countdown", temperatures.SPLITS, first_seed=50, first_base=20),
+         "four": Part(FEW, "countdown4", temperatures.SPLITS[:2], first_seed=70),
          "calculations": Part(CALCULATIONS, "countdown-calculations", temperatures.SPLITS[:2],
                               first_seed=60, first_base=5, problems=340),
          "calculations-tune": Part(CALCULATIONS_TUNE, "countdown-calculations", problems=340),
          "many-tune": Part(MANY_TUNE), "few-tune": Part(FEW_TUNE, "countdown"),
          "many-sus-tune": Part(MANY_SUS_TUNE, first_seed=30, first_base=10),
-         "sweep": Part(SWEEP),
          "quick": Part(QUICK, splits=temperatures.SPLITS[:2], first_seed=10, bases=1,
                        problems=100)}
 SHORT = {"part": "quick", "steps": 160, "seeds": 2}  # what --quick changes
