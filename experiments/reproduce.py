@@ -3,14 +3,18 @@
     python -m experiments.reproduce --part many     one part; --help lists them
     python -m experiments.reproduce --quick         three methods, 160 steps
 
-many, sweep (parts and weights of SuS) and others (every other reward) are about problems with
-several ways (countdown-many), few about problems that mostly have one (countdown), calculations
-about problems with several calculations (countdown-calculations), four about four numbers
-(countdown4). Settings are chosen on validation problems (calculations-tune, few-tune, many-tune:
-base models and seeds from 0 on; many-sus-tune: base models from 10, seeds from 30) and reported on
-test problems (calculations: base models from 5, seeds from 60; many, sweep, others: base models
-from 15, seeds from 40; few: base models from 20, seeds from 50; four: base models from 0, seeds
-from 70). --quick has base model 0 and seeds from 10.
+part                 settings                        world                    base models, seeds from
+many                 SuS, rivals, controls           countdown-many           15, 40
+sweep                parts and weights of SuS        countdown-many           15, 40
+others               every other reward              countdown-many           15, 40
+long                 three, for --steps 1200         countdown-many           15, 40
+few                  SuS, rivals, controls           countdown                20, 50
+four                 the same                        countdown4               0, 70
+calculations         SuS, rivals, controls           countdown-calculations   5, 60
+
+many-tune, few-tune, calculations-tune (base models and seeds from 0) and many-sus-tune (base models
+from 10, seeds from 30) chose the settings on validation problems; the parts above report on test
+problems. --quick has base model 0 and seeds from 10.
 Each run is then measured at several temperatures. Finished runs are kept: after Ctrl-C or a crash
 the same command goes on. measures.jsonl has all numbers, tables.md compares them.
 """
@@ -96,6 +100,9 @@ OTHERS = {"sus": MANY["sus"]} | {
     "query": f"sus {WAYS} --expectation query",
     "untrained": f"sus {WAYS} --strategy-updates 0 --strategy-warmup 0",
     "no-decay": f"sus {WAYS} --alpha-decay 0", "k2": f"sus {WAYS} --kl-form k2",
+    "no-warm-up": f"sus {WAYS} --strategy-warmup 0",
+    "batch-negatives": f"sus {WAYS} --negatives batch",
+    "no-gate": f"sus {WAYS} --bonus added --gate none",
     "learned-lambdas": f"sus {WAYS} --learn-lambdas",
     "passk-kl-0.003": MANY_TUNE["passk-kl-0.003"],
     "unlikeliness": f"{OTHER}unlikeliness --bonus added --gate correct --alpha 0.25 "
@@ -121,6 +128,8 @@ class Part:
 MANY_REPORT = {"splits": temperatures.SPLITS[:2], "first_seed": 40, "first_base": 15}
 PARTS = {"many": Part(MANY, **MANY_REPORT), "others": Part(OTHERS, **MANY_REPORT),
          "sweep": Part(SWEEP, **MANY_REPORT),
+         "long": Part({name: MANY[name] for name in ("sus", "grpo-kl-0.1", "focal")},
+                      **MANY_REPORT),
          "few": Part(FEW, "countdown", temperatures.SPLITS, first_seed=50, first_base=20),
          "four": Part(FEW, "countdown4", temperatures.SPLITS[:2], first_seed=70),
          "calculations": Part(CALCULATIONS, "countdown-calculations", temperatures.SPLITS[:2],
