@@ -3,7 +3,7 @@
     python -m experiments.reproduce --part many     one part; --help lists them
     python -m experiments.reproduce --quick         three methods, 160 steps
 
-part                 settings                        world                    base models, seeds from
+part                 settings                        world                    bases, seeds from
 many                 SuS, rivals, controls           countdown-many           15, 40
 sweep                parts and weights of SuS        countdown-many           15, 40
 others               every other reward              countdown-many           15, 40
