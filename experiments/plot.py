@@ -185,6 +185,7 @@ def draw_line(axis, name: str, points: list[tuple]) -> None:
 def draw_figure(panels: Panels, file: Path, perfect: dict[str, float],
                 is_curve: bool = False) -> None:
     try:
+        from matplotlib import cycler
         from matplotlib.figure import Figure  # no window, no global state
     except ImportError:
         raise ValueError("figures need matplotlib: pip install matplotlib") from None
@@ -194,7 +195,7 @@ def draw_figure(panels: Panels, file: Path, perfect: dict[str, float],
     counts = Counter(name for points in panels.values() for name, *_ in points)
     names = [name for name, _ in counts.most_common(len(PALETTE))] if is_map else list(counts)
     for axis, (heading, points) in zip(axes, panels.items()):
-        axis.set_prop_cycle(color=PALETTE)
+        axis.set_prop_cycle(cycler(linestyle=["-", "--", ":"]) * cycler(color=PALETTE))
         axis.set_title(heading.replace("_", " "))
         for name in names:  # also a name without points here, so that it keeps its colour
             own = [(x, y) for other, x, y in points if other == name]

@@ -173,6 +173,16 @@ def test_many_points_become_windows():
     assert line[-1].tolist() == [400, 396.5]
 
 
+def test_more_settings_than_colours_can_be_told_apart(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig",
+                        lambda figure, *arguments, **options: drawn.append(figure))
+    points = [(f"setting {n}", x, n * x) for n in range(len(plot.PALETTE) + 4) for x in (1, 2)]
+    plot.draw_figure({"y by x": points}, tmp_path / "many.png", {}, is_curve=True)
+    styles = {(line.get_color(), line.get_linestyle()) for line in drawn[0].axes[0].lines}
+    assert len(styles) == len(plot.PALETTE) + 4
+
+
 def test_figures_show_what_the_files_hold(tmp_path, monkeypatch):
     for seed in (1, 2):
         make_run(tmp_path / f"sus-{seed}", "sus", seed, 0.1 * seed)
