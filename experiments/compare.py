@@ -1,6 +1,7 @@
 """Tables that compare settings: each at a temperature of its own, and along its whole curve.
 
     python -m experiments.compare results/many.jsonl
+    python -m experiments.compare results/few-again.jsonl --goals pass@1
 
 How sharp a policy is can be chosen for free when it is decoded. So a setting's value of a measure
 is taken at the temperature that has the best mean on validation problems. Two settings are also
@@ -13,7 +14,7 @@ A line of such a file has name, seed, base, data, split, problems, temperature a
 are means ± half of their 95 % interval over seeds (Student's t); differences are paired by seed,
 relative to the second setting's mean. p is that of a paired t-test after Holm's correction over the
 comparisons on test problems that were planned as primary and have two seeds or more: against every
-GRPO and PRIMARY, in the measures of GOALS.
+GRPO and PRIMARY, in the measures of GOALS or of --goals.
 """
 import argparse
 import re
@@ -250,32 +251,34 @@ def differences_table(curves: Curves, validation: Curves, goals: tuple[str, ...]
     return as_table([f"{first} over, per cent", *next(iter(rows.values()))], lines) if rows else ""
 
 
-def make_tables(lines: list[dict]) -> str:
+def make_tables(lines: list[dict], goals: tuple[str, ...] = ()) -> str:
     """All tables of a file; without test problems, what was measured on validation."""
     validation = read_curves(lines, "validation")
     splits = [split for split in SPLITS[1:] if read_curves(lines, split)]
+    goals = goals or GOALS.get(lines[0]["data"], ())
     text = ""
     for split in splits or ["validation"]:
         curves = read_curves(lines, split)
         chosen = {name: validation.get(name, curves[name]) for name in curves}
         seeds = max(len(each) for each in curves.values())
         where = "validation" if validation.keys() >= curves.keys() else f"these {split}"
-        goals = GOALS.get(lines[0]["data"], ()) if split == "test" else ()
         text += (f"{split} problems, seeds: {seeds}; mean ± half of its 95 % interval; "
                  f"temperatures chosen on {where} problems\n\n"
                  f"{settings_table(curves, chosen)}\n"
-                 f"{differences_table(curves, chosen, goals)}\n")
+                 f"{differences_table(curves, chosen, goals if split == 'test' else ())}\n")
     return text
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path, help="lines as experiments.reproduce writes them")
+    parser.add_argument("--goals", nargs="+", default=(), choices=(*MEASURES[:2], *WAYS_KEPT),
+                        help="the measures that were planned as primary (by default the task's)")
     arguments = parser.parse_args(argv)
     with guard():
         if not arguments.file.is_file():
             raise ValueError(f"{arguments.file} is not a file of experiments.reproduce")
-        print(make_tables(read_lines(arguments.file, key="split")))
+        print(make_tables(read_lines(arguments.file, key="split"), tuple(arguments.goals)))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ sweep                parts and weights of SuS        countdown-many           15
 others               every other reward              countdown-many           15, 40
 long                 three, for --steps 1200         countdown-many           15, 40
 few                  SuS, rivals, controls           countdown                20, 50
+few-again            SuS, GRPO, controls             countdown                25, 55
 four                 the same                        countdown4               0, 70
 calculations         SuS, rivals, controls           countdown-calculations   5, 60
 
@@ -123,6 +124,7 @@ class Part:
     first_base: int = 0
     bases: int = 5  # which the seeds take in turn
     problems: int = 400  # that each run is measured on, per split
+    goals: tuple[str, ...] = ()  # primary measures, where they are not the task's own
 
 
 MANY_REPORT = {"splits": temperatures.SPLITS[:2], "first_seed": 40, "first_base": 15}
@@ -131,6 +133,9 @@ PARTS = {"many": Part(MANY, **MANY_REPORT), "others": Part(OTHERS, **MANY_REPORT
          "long": Part({name: MANY[name] for name in ("sus", "grpo-kl-0.1", "focal")},
                       **MANY_REPORT),
          "few": Part(FEW, "countdown", temperatures.SPLITS, first_seed=50, first_base=20),
+         "few-again": Part({name: FEW[name] for name in ("sus", "grpo-kl-0.1", "shuffled",
+                                                         "random")}, "countdown",
+                           temperatures.SPLITS, first_seed=55, first_base=25, goals=("pass@1",)),
          "four": Part(FEW, "countdown4", temperatures.SPLITS[:2], first_seed=70),
          "calculations": Part(CALCULATIONS, "countdown-calculations", temperatures.SPLITS[:2],
                               first_seed=60, first_base=5, problems=340),
@@ -253,7 +258,7 @@ def main(argv: list[str] | None = None) -> None:
         run_all(jobs, part, request.workers)
         lines = temperatures.read_measures(list(jobs), part.splits)
         files.write_lines(output / "measures.jsonl", lines)
-        table = f"{request.steps} steps, {compare.make_tables(lines)}"
+        table = f"{request.steps} steps, {compare.make_tables(lines, part.goals)}"
         files.write_text(output / "tables.md", table)
         print(table, output / "tables.md", sep="\n")
         runs = plot.find_runs([str(folder) for folder in jobs])
