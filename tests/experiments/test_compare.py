@@ -176,6 +176,22 @@ def test_p_values_stand_at_the_planned_comparisons_only():
     assert ", p " in cells(many, "grpo-kl-0.1 (best GRPO)")[4]
 
 
+def test_other_measures_can_be_primary(tmp_path, capsys):
+    """With one comparison instead of two, p is half as large."""
+    found = [line for seed in (1, 2) for name, slope in (("sus", 0.01), ("passk", 0.03))
+             for split in ("validation", "test")
+             for line in lines(name, seed, (0.3, 0.5 + slope * seed, 0.5), split=split)]
+    file = tmp_path / "measures.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in found))
+    compare.main([str(file), "--goals", "pass@1"])
+    one, both = capsys.readouterr().out, compare.make_tables(found)
+    one, both = (cells(text[text.index("sus over"):], "passk") for text in (one, both))
+    # Differences of 0.02 and 0.04: t = 3, whose p is 0.205 with one degree of freedom.
+    p, doubled = (float(row[0].rpartition("p ")[2]) for row in (one, both))
+    assert p == pytest.approx(0.205, abs=0.002) and doubled == pytest.approx(2 * p, abs=0.002)
+    assert ", p " not in one[1] and ", p " in both[1]
+
+
 def test_a_task_without_true_strategies_has_no_coverage():
     short = [{key: value for key, value in line.items() if key != "coverage"} for line in world()]
     text = compare.make_tables(short)

@@ -53,8 +53,8 @@ def test_quick_is_a_part_of_its_own(capsys, tmp_path):
 # The first seed and the first base model of each part.
 TUNING = {"calculations-tune": (0, 0), "few-tune": (0, 0), "many-tune": (0, 0),
           "many-sus-tune": (30, 10)}
-REPORTS = {"calculations": (60, 5), "few": (50, 20), "four": (70, 0), "others": (40, 15),
-           "sweep": (40, 15), "many": (40, 15), "long": (40, 15)}
+REPORTS = {"calculations": (60, 5), "few": (50, 20), "few-again": (55, 25), "four": (70, 0),
+           "others": (40, 15), "sweep": (40, 15), "many": (40, 15), "long": (40, 15)}
 
 
 def test_a_plan_tunes_on_other_problems_seeds_and_base_models_than_it_reports(tmp_path):
