@@ -130,17 +130,14 @@ def random_play(numbers: tuple[int, ...], rng: random.Random, operators: str = "
         table, steps = list(numbers), []
         if not use_all:
             table = rng.sample(table, rng.randint(2, len(numbers)))
-        while len(table) > 1:
+        while len(table) > 1 and 0 <= table[-1] <= LARGEST_RESULT:
             a = table.pop(rng.randrange(len(table)))
             b = table.pop(rng.randrange(len(table)))
             operator = rng.choice(operators)
-            result = OPERATORS[operator](a, b)
-            steps.append(f"{a}{operator}{b}={result}")
-            table.append(result)
-            if not 0 <= result <= LARGEST_RESULT:
-                break
-        else:
-            return ";".join(steps), result
+            table.append(OPERATORS[operator](a, b))
+            steps.append(f"{a}{operator}{b}={table[-1]}")
+        if 0 <= table[-1] <= LARGEST_RESULT:
+            return ";".join(steps), table[-1]
 
 
 def random_problem(rules: Rules, rng: random.Random) -> Countdown:

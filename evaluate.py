@@ -106,7 +106,7 @@ def evaluate(policy: Policy, problems: list, config: Config, clustering: Cluster
 def count_labels(labels: list[list]) -> tuple[list, Tensor]:
     """Each problem's labels, None for none -> all labels, and their counts per problem (n, K)."""
     tables = [Counter(label for label in row if label is not None) for row in labels]
-    names = sorted(set().union(*tables)) or [""]
+    names = sorted(set().union(*tables))
     counts = [[table[name] for name in names] for table in tables]
     return names, torch.tensor(counts, dtype=torch.float64)
 
@@ -152,7 +152,7 @@ def measure(problems: list, groups: list[list[str]], clusters: list[list[int]] |
         values |= strategy_entropies(counts, count_labels(right)[1], weights)
         total = counts.sum(0)
         shares_of = (total / total.sum().clamp(min=1)).tolist()
-        strategies = {name: share for name, share in zip(names, shares_of) if name}
+        strategies = dict(zip(names, shares_of))
         if hasattr(problems[0], "strategies"):
             shares["coverage"] = [len(set(row) - {None}) / max(len(problem.strategies), 1)
                                   for problem, row in zip(problems, right)]

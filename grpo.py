@@ -50,8 +50,6 @@ def score(model: Transformer, prompts: list[list[int]], ids: Tensor, mask: Tenso
     prompt_ids, start = pad_left(prompts, ids.device)
     last = model.hidden(prompt_ids, start, prefix)[:, -1:]  # (B, 1, D), predicts the first token
     last = last.repeat_interleave(samples, dim=0)  # (N, 1, D)
-    if start is not None:
-        start = start.repeat_interleave(samples)
     rest = model.hidden(ids[:, :-1], start, prefix)  # (N, T - 1, D)
     hidden = torch.cat((last, rest), dim=1)[mask]  # (n, D)
     logprobs = model.logprobs(hidden, ids[mask], temperature)  # (n,)
@@ -119,7 +117,8 @@ def accumulate_gradient(model: Transformer, prompts: list[list[int]], rollout: R
         groups = advantages.ne(0).any(1).nonzero()[:, 0].tolist()
     rows_of = torch.arange(len(rollout.ids), device=mask.device).view(-1, samples)  # (B, G)
     metrics = dict.fromkeys(("loss", "kl", "clip_share", "mismatch", "scored"), 0.0)
-    for chosen in (groups[i:i + size] for i in range(0, len(groups), size)):
+    for i in range(0, len(groups), size):
+        chosen = groups[i:i + size]
         rows = rows_of[chosen].flatten()
         T = max(int(rollout.lengths[rows].max()), 1)  # no columns of padding
         logprobs = score(model, [prompts[b] for b in chosen], rollout.ids[rows, :T], mask[rows, :T],

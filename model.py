@@ -179,10 +179,12 @@ class Transformer(nn.Module):
     def embed(self, ids: Tensor, start: Tensor | None = None, prefix: SharedPrefix | None = None):
         """ids (B, T) -> x (B, T, D) and what every layer needs beside it: rotation, mask, prefix.
 
-        start (B,) is each row's first real slot; None says that no row is padded.
+        start (B,) is each prompt's first real slot; None says that no row is padded.
         """
         T = ids.shape[1]
         offset = 0 if prefix is None else prefix.length
+        if start is not None and offset:
+            start = start.repeat_interleave(prefix.samples)  # a response's row is its prompt's
         slots = torch.arange(offset + T, device=ids.device)
         query = slots[offset:]
         positions = query[None]  # (1, T)

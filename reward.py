@@ -44,7 +44,6 @@ class Signals:
     z_pre: Tensor  # (B, 1, d) strategy expected of the query
     z_post: Tensor  # (B, G, d) strategy of the response (equations: of query and response)
     success: Tensor  # (B, 1) P(query)
-    mean_surprise: float  # of all correct responses of the batch, see mean_success_surprise
     predicted: Tensor | None = None  # (B, G, D) M(s, a), only with --reading equations
     state: Tensor | None = None  # (B, G, D) s', only with --reading equations
 
@@ -93,14 +92,18 @@ def mean_success_surprise(correct: Tensor, success: Tensor) -> float:
     return ((surprise * correct).sum() / correct.sum().clamp(min=1)).item()
 
 
+def other_successes(correct: Tensor) -> Tensor:
+    """correct (B, G) -> (B, G, G): 1 where the column is another response's, and correct."""
+    return correct[:, None, :] * (1 - torch.eye(correct.shape[1], device=correct.device))
+
+
 def expect_group(z_pre: Tensor, z_post: Tensor, correct: Tensor) -> Tensor:
     """--expectation group: z_pre (B, G, d) = E(query) plus z_post of the group's other successes.
 
     So a way is unexpected if few correct responses to the same query go it, and E(query) counts as
     one response. SS ignores the length of z_pre, so the sum stands for the mean.
     """
-    others = correct[:, None, :] * (1 - torch.eye(correct.shape[1], device=correct.device))
-    return z_pre + others @ z_post
+    return z_pre + other_successes(correct) @ z_post
 
 
 def parts(signals: Signals, config: Config) -> tuple[Tensor, Tensor]:
@@ -118,7 +121,7 @@ def paid_parts(signals: Signals, config: Config) -> tuple[Tensor, Tensor]:
     """SS and SuS as they are rewarded: SuS minus its mean over the batch's correct responses."""
     ss, sus = parts(signals, config)
     if config.reading == "algorithm" and config.sus_baseline == "batch":
-        sus = sus - signals.mean_surprise
+        sus = sus - mean_success_surprise(signals.correct, signals.success)
     return ss, sus
 
 

@@ -80,10 +80,9 @@ class Decoder:
     def __init__(self, model: Transformer, prompts: list[list[int]], samples: int, room: int):
         self.model = model
         self.prefix = SharedPrefix(samples)
-        prompt_ids, start = pad_left(prompts, model.device)
-        last = model.hidden(prompt_ids, start, self.prefix)[:, -1]  # (B, D)
+        prompt_ids, self.start = pad_left(prompts, model.device)
+        last = model.hidden(prompt_ids, self.start, self.prefix)[:, -1]  # (B, D)
         self.logits = F.linear(last, model.head).repeat_interleave(samples, dim=0)  # (N, V)
-        self.start = None if start is None else start.repeat_interleave(samples)
         self.rows = torch.arange(len(self.logits), device=model.device)  # rows that are decoded
         self.ids = self.rows.new_empty(len(self.rows), 0)
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 import lora
 from model import SharedPrefix, Transformer
-from reward import Signals, mean_success_surprise
+from reward import Signals
 from sample import Rollout, pad_left
 from support import parallel
 from support.checkpoint import Learner
@@ -98,12 +98,12 @@ class BaseEncoder:
         self.micro_batch = micro_batch
         self.size = model.config.hidden_size
 
-    def states(self, ids: Tensor, start: Tensor | None, prefix: SharedPrefix) -> Tensor:
+    def first_layer(self, ids: Tensor, start: Tensor | None, prefix: SharedPrefix) -> Tensor:
         x, context = self.model.embed(ids, start, prefix)
         layer = self.model.layers[0]
         return x + layer.self_attn(layer.input_layernorm(x), *context)  # (n, T, D)
 
-    def read(self, states, prompts: list[list[int]], ids: Tensor):
+    def read(self, forward, prompts: list[list[int]], ids: Tensor):
         """Per micro-batch: its prompts' states and mask, its responses' states, its rows of ids."""
         samples, size = len(ids) // len(prompts), self.micro_batch
         for b in range(0, len(prompts), size):
@@ -112,10 +112,9 @@ class BaseEncoder:
             prompt_ids, start = pad_left(prompts[b:b + size], ids.device)
             first = torch.zeros_like(prompt_ids[:, 0]) if start is None else start
             prompt_mask = torch.arange(prompt_ids.shape[1], device=ids.device) >= first[:, None]
-            starts = None if start is None else start.repeat_interleave(samples)
             with lora.disabled(self.model):
-                query_states = states(prompt_ids, start, prefix)
-                response_states = states(ids[rows], starts, prefix)
+                query_states = forward(prompt_ids, start, prefix)
+                response_states = forward(ids[rows], start, prefix)
             yield query_states, prompt_mask, response_states, rows
 
     @torch.no_grad()
@@ -124,8 +123,10 @@ class BaseEncoder:
         """Reads the token ids; a response's last token, nearly always its end, is left out."""
         ids, mask = rollout.ids[:, :-1], rollout.mask()[:, 1:]  # (N, T - 1)
         halves = random_halves(ids, mask, generator)  # for all rows at once: no micro-batch matters
-        return Features.join([pool_features(*states, mask[rows], halves[rows])
-                              for *states, rows in self.read(self.states, prompts, ids)])
+        parts = []
+        for query_states, query_mask, states, rows in self.read(self.first_layer, prompts, ids):
+            parts.append(pool_features(query_states, query_mask, states, mask[rows], halves[rows]))
+        return Features.join(parts)
 
 
 def mlp(inputs: int, outputs: int) -> nn.Sequential:
@@ -208,6 +209,7 @@ def info_nce(anchors: Tensor, targets: Tensor, same: Tensor,
 class Strategist(Learner):
     """E, its momentum twin PSE and the predictor P, with what they remember and learn from."""
     encoder = BaseEncoder
+    rate = LEARNING_RATE
 
     def __init__(self, size: int, config: Config, recent: int = RECENT):
         super().__init__()
@@ -221,7 +223,6 @@ class Strategist(Learner):
         self.response_norm = Standardise(size)
         self.recent = Replay(recent, **self.memory_shapes(size))
         self.outcomes = Replay(OUTCOMES, query=(size,), correct=(config.samples,))
-        self.make_optimizer(LEARNING_RATE)
 
     def make_networks(self, size: int) -> None:
         self.E = mlp(size, DIMENSION)
@@ -260,8 +261,7 @@ class Strategist(Learner):
             correct=correct, logprobs=rollout.logprobs.view(*correct.shape, -1),
             lengths=rollout.lengths.view_as(correct), problems=problems, responses=responses,
             features=features, z_pre=self.expected(features.query)[:, None],
-            z_post=self.achieved(features.response), success=success,
-            mean_surprise=mean_success_surprise(correct, success))
+            z_post=self.achieved(features.response), success=success)
 
     def loss(self, groups: Features, queries: Tensor, correct: Tensor) -> tuple[Tensor, dict]:
         """The strategy prediction loss and its parts. P learns from queries and correct (n, G)."""

@@ -63,11 +63,12 @@ class Run:
         self.optimizer = torch.optim.AdamW(self.adapters.values(), weight_decay=0.0)
         self.strategist = self.lambdas = None
         if config.method != "grpo":
-            kind = {"algorithm": Strategist, "equations": EquationsStrategist}[config.reading]
-            self.encoder = kind.encoder(self.model, config.micro_batch)
+            kind = EquationsStrategist if config.reading == "equations" else Strategist
             if config.encoder:
                 self.encoder = SentenceEncoder(config.encoder, self.model.device,
                                                together=config.reading == "equations")
+            else:
+                self.encoder = kind.encoder(self.model, config.micro_batch)
             self.strategist = kind(self.encoder.size, config).to(self.model.device)
             if isinstance(self.method, type):  # a reward with a memory
                 self.method = self.method(self.encoder.size, config).to(self.model.device)

@@ -37,7 +37,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from reward import Signals, gate, ss_only, sus
+from reward import Signals, gate, other_successes, ss_only, sus
 from sample import seeded
 from strategy import DIMENSION, LEARNING_RATE, Standardise, mlp
 from support import parallel
@@ -49,13 +49,18 @@ DECAY = 0.9  # each batch weighs this much of what the next one weighs
 PASS_K = 4
 
 
-def pack(table: dict) -> Tensor:
-    """A table as a tensor, for a checkpoint."""
-    return torch.tensor(list(json.dumps(table).encode()), dtype=torch.uint8)
+class Table(nn.Module):
+    """A reward that remembers a number per text; its state_dict holds them as JSON."""
 
+    def __init__(self, size: int, config: Config):
+        super().__init__()
+        self.table: dict[str, float] = {}
 
-def unpack(state: Tensor) -> dict:
-    return json.loads(bytes(state.tolist()))
+    def get_extra_state(self) -> Tensor:
+        return torch.tensor(list(json.dumps(self.table).encode()), dtype=torch.uint8)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.table = json.loads(bytes(state.tolist()))
 
 
 def require_gate(config: Config, wanted: str) -> None:
@@ -146,8 +151,7 @@ def distances(z: Tensor, correct: Tensor, alone: float) -> Tensor:
     """Mean distance 1 - cos (B, G) of each response to the group's other correct ones."""
     z = F.normalize(z, dim=-1)
     distance = 1 - z @ z.transpose(1, 2)  # (B, G, G)
-    itself = torch.eye(distance.shape[1], device=distance.device)
-    others = correct[:, None, :] * (1 - itself)
+    others = other_successes(correct)
     count = others.sum(-1)
     return torch.where(count > 0, (distance * others).sum(-1) / count.clamp(min=1), alone)
 
@@ -157,29 +161,20 @@ def novelty(signals: Signals, config: Config) -> Tensor:
     return distances(signals.z_post, signals.correct, alone=0.0)
 
 
-class repository(nn.Module):
+class repository(Table):
     """The authors' reward since March 2026: novelty * (1 - running accuracy of the problem).
 
     Their features are a frozen sentence encoder's (--encoder), here by default the base model's.
+    The table has each problem's running accuracy.
     """
-
-    def __init__(self, size: int, config: Config):
-        super().__init__()
-        self.accuracy: dict[str, float] = {}
-
-    def get_extra_state(self) -> Tensor:
-        return pack(self.accuracy)
-
-    def set_extra_state(self, state: Tensor) -> None:
-        self.accuracy = unpack(state)
 
     def forward(self, signals: Signals, config: Config) -> Tensor:
         prompts = [problem.prompt for problem in signals.problems]
-        old = [self.accuracy.get(prompt, 0.5) for prompt in prompts]
+        old = [self.table.get(prompt, 0.5) for prompt in prompts]
         shares = parallel.gather_lists(signals.correct.mean(1).tolist())
         for prompt, share in zip(parallel.gather_lists(prompts), shares):
-            running = self.accuracy.get(prompt, 0.5)
-            self.accuracy[prompt] = running + 0.1 * (share - running)
+            running = self.table.get(prompt, 0.5)
+            self.table[prompt] = running + 0.1 * (share - running)
         difficulty = 1 - signals.correct.new_tensor(old)[:, None]
         return difficulty * distances(signals.features.response, signals.correct, alone=1.0)
 
@@ -193,6 +188,7 @@ def icm(signals: Signals, config: Config) -> Tensor:
 
 class rnd(Learner):
     """Mean of (f(response) - g(response))^2, f frozen and random, g learning from every batch."""
+    rate = LEARNING_RATE
 
     def __init__(self, size: int, config: Config):
         super().__init__()
@@ -202,7 +198,6 @@ class rnd(Learner):
             self.distilled = mlp(size, DIMENSION)
         self.norm = Standardise(size)
         self.updates = config.strategy_updates
-        self.make_optimizer(LEARNING_RATE)
 
     def error(self, response: Tensor) -> Tensor:
         x = self.norm(response)
@@ -274,25 +269,15 @@ def group_oracle(signals: Signals, config: Config) -> Tensor:
     return one_over_count(own.view_as(signals.correct), signals.correct)
 
 
-class oracle(nn.Module):
+class oracle(Table):
     """- log of the running share of the response's true strategy, 0 where it has none."""
-
-    def __init__(self, size: int, config: Config):
-        super().__init__()
-        self.counts: dict[str, float] = {}
-
-    def get_extra_state(self) -> Tensor:
-        return pack(self.counts)
-
-    def set_extra_state(self, state: Tensor) -> None:
-        self.counts = unpack(state)
 
     def forward(self, signals: Signals, config: Config) -> Tensor:
         labels = true_strategies(signals, config)
-        self.counts = {label: DECAY * count for label, count in self.counts.items()}
+        self.table = {label: DECAY * count for label, count in self.table.items()}
         for label in parallel.gather_lists(labels):
             if label is not None:
-                self.counts[label] = self.counts.get(label, 0.0) + 1.0
-        total = max(1.0, sum(self.counts.values()))
-        shares = [1.0 if label is None else self.counts[label] / total for label in labels]
+                self.table[label] = self.table.get(label, 0.0) + 1.0
+        total = max(1.0, sum(self.table.values()))
+        shares = [1.0 if label is None else self.table[label] / total for label in labels]
         return -torch.tensor(shares).log().view_as(signals.correct).to(signals.correct)

@@ -11,6 +11,7 @@ import os
 import shlex
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -204,17 +205,13 @@ def find_step(folder: Path, identity: dict[str, str]) -> int:
 
 class Learner(nn.Module):
     """Networks with an optimizer of their own, whose moments are a part of the state_dict."""
+    rate: float  # of learning
 
-    def make_optimizer(self, rate: float) -> None:
+    @cached_property
+    def optimizer(self) -> torch.optim.AdamW:
+        """Made at its first use, which is after .to(device)."""
         learning = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        self.rate, self.optimizer = rate, torch.optim.AdamW(learning, lr=rate, fused=True)
-
-    def _apply(self, change, *arguments):
-        """After .to(device) a fresh optimizer must have the parameters that are there now."""
-        super()._apply(change, *arguments)
-        if hasattr(self, "optimizer") and not self.optimizer.state:
-            self.make_optimizer(self.rate)
-        return self
+        return torch.optim.AdamW(learning, lr=self.rate, fused=True)
 
     def get_extra_state(self) -> Tensor:
         return files.pack_optimizer(self.optimizer)

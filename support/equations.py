@@ -31,7 +31,7 @@ class JointEncoder(BaseEncoder):
         features = super().encode(problems, prompts, rollout, responses, generator)
         ids, mask = rollout.ids[:, :-1], rollout.mask()[:, 1:]  # (N, T - 1)
         last_layer = self.read(self.model.hidden, prompts, ids)
-        parts = [pool(states, mask[rows]) for *_, states, rows in last_layer]
+        parts = [pool(states, mask[rows]) for _, _, states, rows in last_layer]
         features.both = torch.cat(parts).view_as(features.response)
         return features
 

@@ -126,7 +126,7 @@ def test_a_shared_prefix_equals_a_repeated_prefix_in_values_and_gradients(family
     shared.hidden(prompts, start, prefix)
     assert prefix.length == 4
     assert len(prefix.prompts) == 3
-    found = shared.hidden(responses, starts, prefix)
+    found = shared.hidden(responses, start, prefix)
 
     repeated = adapted(family)
     sequences = torch.cat((prompts.repeat_interleave(3, 0), responses), dim=1)

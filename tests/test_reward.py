@@ -30,7 +30,6 @@ def make_signals(**changes) -> Signals:
         z_pre=torch.tensor([[[1.0, 0.0]]] * B),
         z_post=torch.tensor([[[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0]]] * B),
         success=torch.tensor([[0.25], [0.5]]),
-        mean_surprise=0.25,
         predicted=torch.zeros(B, G, 2),
         state=torch.tensor([[[3.0, 4.0]] * G, [[0.0, 1.0]] * G]))
     return Signals(**{**fields, **changes})
@@ -109,11 +108,11 @@ def test_ss_against_the_group_pays_the_rarer_way():
 
 
 def test_the_mean_surprise_is_subtracted_from_sus_and_from_nothing_else():
-    signals = make_signals()
+    signals = make_signals(correct=torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]]))
     ss, sus = reward.parts(signals, Config())
     paid_ss, paid_sus = reward.paid_parts(signals, Config(sus_baseline="batch"))
     assert torch.equal(paid_ss, ss)
-    torch.testing.assert_close(paid_sus, sus - 0.25)
+    torch.testing.assert_close(paid_sus, sus - (0.75 + 0.75 + 0.5) / 3)
     assert torch.equal(reward.paid_parts(signals, PLAIN)[1], sus)
 
 
@@ -127,8 +126,7 @@ def test_the_equations_reading_has_no_baseline():
 
 def test_what_some_successes_gain_others_pay():
     correct = torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]])
-    mean = reward.mean_success_surprise(correct, torch.tensor([[0.25], [0.5]]))
-    _, sus = reward.paid_parts(make_signals(correct=correct, mean_surprise=mean), Config())
+    _, sus = reward.paid_parts(make_signals(correct=correct), Config())
     torch.testing.assert_close(sus[:, 0], torch.tensor([0.75 - 2 / 3, 0.5 - 2 / 3]))
     assert sus[correct > 0].sum().abs() < 1e-6
 
@@ -149,9 +147,9 @@ def test_every_method_by_hand(method):
 
 
 @pytest.mark.parametrize("method, expected", [
-    ("sus", [[1.5, 4.5, 6.0], [0.75, 3.75, 6.75]]),
+    ("sus", [[0.0, 3.0, 4.5], [-0.75, 2.25, 5.25]]),
     ("ss", [[0.0, 3.0, 6.0]] * 2),
-    ("surprise", [[1.5, 1.5, 0.0], [0.75, 0.75, 0.75]]),
+    ("surprise", [[0.0, 0.0, -1.5], [-0.75, -0.75, -0.75]]),
     ("grpo", [[0.0] * 3] * 2),
     ("perplexity", [[1.0] * 3] * 2)])
 def test_each_lambda_weighs_its_own_part_and_sus_counts_from_the_mean(method, expected):

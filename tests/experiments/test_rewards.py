@@ -37,7 +37,7 @@ def make_signals(**changes) -> Signals:
         responses=[ADD] * (B * G),
         features=Features(torch.zeros(B, 4), torch.zeros(B, G, 4), torch.zeros(B, G, 2, 4)),
         z_pre=axes(0)[None].expand(B, 1, DIMENSION), z_post=axes(0, 1, 0, 2, 2, 1).view(B, G, -1),
-        success=torch.full((B, 1), 0.5), mean_surprise=0.0)
+        success=torch.full((B, 1), 0.5))
     return Signals(**{**fields, **changes})
 
 
@@ -305,7 +305,7 @@ def test_oracle_forgets_a_tenth_of_what_it_counted_with_every_batch():
     method = rewards.oracle(4, Config())
     method(make_signals(responses=[ADD] * 4 + [OTHER] * 2), Config())
     bonus = method(make_signals(responses=[OTHER] * 6), Config())
-    assert method.counts == pytest.approx({"++": 3.6, "*-": 7.8})
+    assert method.table == pytest.approx({"++": 3.6, "*-": 7.8})
     torch.testing.assert_close(bonus, torch.full((2, 3), -math.log(7.8 / 11.4)))
 
 

@@ -120,13 +120,13 @@ def test_memories_are_all_in_the_state_dict():
 
 class Line(Learner):
     """y = w x + b, and a frozen layer that does not learn."""
+    rate = 0.1
 
     def __init__(self, seed: int = 0):
         super().__init__()
         torch.manual_seed(seed)
         self.line = nn.Linear(3, 1)
         self.frozen = nn.Linear(3, 1).requires_grad_(False)
-        self.make_optimizer(0.1)
 
     def fit(self, seed: int) -> None:
         x = torch.randn(8, 3, generator=seeded(seed))

@@ -31,7 +31,7 @@ def make_signals(correct, shift, success) -> Signals:
         responses=[], features=Features(torch.zeros(B, 1), torch.zeros(B, G, 1),
                                         torch.zeros(B, G, 2, 1)),
         z_pre=torch.tensor([1.0, 0.0]).expand(B, 1, 2), z_post=z_post,
-        success=torch.full((B, 1), success), mean_surprise=0.0)
+        success=torch.full((B, 1), success))
 
 
 def roll_out(model, step: int, samples: int = 100):
@@ -184,13 +184,15 @@ def test_parts_count_only_where_the_gate_is_open(model):
 def test_pending_gradients_are_those_of_the_paid_parts_in_their_order(model):
     rollout, correct = roll_out(model, 0)
     shift = torch.rand(correct.shape, generator=seeded("shift")).round()
-    signals = replace(make_signals(correct, shift, success=0.25), mean_surprise=0.5)
+    chance = torch.tensor([[0.25], [0.5], [0.75]])  # P(query) of the three problems
+    signals = replace(make_signals(correct, shift, success=0.0), success=chance)
     config = replace(CONFIG, gate="mixed", sus_baseline="batch")
     rewards = reward.augment(correct, reward.sus(signals, config), config, 0)
     lambdas = make_lambdas(model)
     lambdas.step(model, PROMPTS, rollout, signals, rewards, config, 0)
     paid_ss = shift * correct
-    paid_sus = (0.75 - 0.5) * correct  # a correct response surprises by 1 - 0.25; the mean is 0.5
+    surprise = (1 - chance) * correct
+    paid_sus = (surprise - surprise.sum() / correct.sum()) * correct
     for pending, paid in zip(lambdas.pending, (paid_ss, paid_sus)):
         advantages = paid - paid.mean(1, keepdim=True)
         expected = meta.policy_gradient(model, PROMPTS, rollout, advantages, config)

@@ -13,6 +13,7 @@ import data
 import evaluate
 import grpo
 import lora
+import reward
 import sample
 import strategy
 import train
@@ -127,6 +128,7 @@ class Networks:
         self.features = self.run.encoder.encode(self.problems, self.prompts, self.rollout,
                                                 self.responses, torch.Generator().manual_seed(0))
         self.alone, self.signals = self.observe(self.features, CORRECT, self.rollout)
+        _, self.surprise = reward.paid_parts(self.signals, self.run.config)
         per_response = {"correct": CORRECT, "reward": 2 * CORRECT, "ss": CORRECT + 1}
         self.summary = train.summarise(per_response, self.rollout, self.run.config)
 
@@ -145,8 +147,8 @@ class Networks:
         networks, signals = self.observe(features, CORRECT[mine], rollout)
         for name, tensor in self.alone.state_dict().items():
             assert torch.equal(networks.state_dict()[name], tensor), name
-        assert abs(signals.mean_surprise - self.signals.mean_surprise) < 1e-6
-        assert same_on_all_ranks(torch.tensor([signals.mean_surprise], dtype=torch.float64))
+        _, surprise = reward.paid_parts(signals, self.run.config)
+        torch.testing.assert_close(surprise, self.surprise[mine], atol=1e-6, rtol=0)
         torch.testing.assert_close(signals.success, self.signals.success[mine])
         per_response = {"correct": CORRECT[mine], "reward": 2 * CORRECT[mine],
                         "ss": CORRECT[mine] + 1}
