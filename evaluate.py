@@ -57,7 +57,8 @@ def corrected_entropy(counts: Tensor) -> Tensor:
 
 
 def centre(draws: Tensor) -> Tensor:
-    """Draws with repeated problems show fewer labels: centre them on the estimate, the first."""
+    """A draw repeats problems, so it shows fewer labels and too little entropy: shift all draws so
+    that their mean is the estimate, which comes first."""
     return torch.cat((draws[:1], draws[1:] + draws[0] - draws[1:].mean()))
 
 
@@ -210,7 +211,7 @@ def evaluate_path(request: Request, given: set[str]) -> None:
     clustering, step = load_run(policy, path) if run_config else (None, 0)
     accelerate(policy.model)
     if "ask" in given:
-        return talk(request.ask, policy, config, clustering, step, evaluate, request.seed)
+        return talk(request.ask, policy, clustering, step, evaluate, request.seed)
     if request.export:
         Path(request.export).mkdir(parents=True, exist_ok=True)
     metrics = evaluate(policy, problems, config, clustering, request.seed).metrics

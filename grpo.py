@@ -6,8 +6,9 @@
     k3_t     = exp(ref_t - logp_t) - (ref_t - logp_t) - 1
 
 k3 (Schulman 2020) is an unbiased, non-negative estimate of KL(pi || ref). Its *gradient* under
-samples of pi is that of KL(ref || pi), which covers modes: it pulls the policy towards everything
-that the base model does. k2 = d^2 / 2 has the gradient of KL(pi || ref), which seeks them.
+samples of pi is that of KL(ref || pi), which is mode-covering: it pulls the policy towards
+everything that the base model does. k2 = d^2 / 2 with d = ref_t - logp_t has the gradient of
+KL(pi || ref), which is mode-seeking.
 
 Departures from the original: the advantage is not divided by std(r) by default (Dr. GRPO, Liu et
 al. 2025), and every token of the batch weighs the same (DAPO, Yu et al. 2025). The weights are

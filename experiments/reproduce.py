@@ -31,7 +31,8 @@ from support import checkpoint, files, tiny
 from support.config import Config, flag, guard, parse
 
 OTHER = "experiments.rewards:"
-# What was once another default is written out; grpo ignores all of SCALED.
+# What was once another default is written out. For grpo SCALED changes nothing, but finished runs
+# have it in their settings.
 SCALED = "--bonus scaled --alpha 16 --gate mixed"
 PASSK = "--bonus added --gate none --alpha 1 --alpha-decay 0"
 GROUP = "--bonus scaled --expectation group --gate correct"
@@ -68,11 +69,11 @@ FEW_TUNE = {f"sus-alpha={alpha}": f"sus {QUERY} --kl 0.05 --alpha {alpha}" for a
     "passk-kl-0.0": f"{OTHER}passk {PASSK} --kl 0.0",
     "focal-alpha=8": f"{OTHER}focal --bonus scaled --alpha 8 --gate mixed --kl 0.05"}
 
-WAYS = MANY_SUS_TUNE["sus-alpha=4"].removeprefix("sus ")  # by many-sus-tune
+WAYS = f"{GROUP} --kl 0.03 --alpha 4"  # many-sus-tune chose it
 MANY = {"sus": f"sus {WAYS}", "grpo-kl-0.1": MANY_TUNE["grpo-kl-0.1"],
         "grpo-kl-0.2": MANY_TUNE["grpo-kl-0.2"], "focal": MANY_TUNE["focal-kl-0.1"],
         **controls(WAYS)}
-BEST = FEW_TUNE["sus-group-alpha=4"].removeprefix("sus ")  # results/few-sus-tune.jsonl
+BEST = f"{GROUP} --kl 0.05 --alpha 4"  # results/few-sus-tune.jsonl
 FEW = {"sus": f"sus {BEST}", "grpo-kl-0.1": FEW_TUNE["grpo-kl-0.1"],
        "focal": FEW_TUNE["focal-alpha=8"], "passk": FEW_TUNE["passk-kl-0.0"],
        **controls(BEST)}
@@ -83,7 +84,7 @@ CALCULATIONS_TUNE = {
     "grpo-falling": FALLING,
     "focal-alpha=4": f"{OTHER}focal --bonus scaled --alpha 4 --gate mixed --kl 0.1",
     **grid({"passk": RIVALS["passk"]}, (0.0, 0.003, 0.01, 0.03))}
-CHOSEN = CALCULATIONS_TUNE["sus-kl-0.05"].removeprefix("sus ")
+CHOSEN = f"{GROUP} --alpha 16 --kl 0.05"  # calculations-tune chose it
 CALCULATIONS = {"sus": f"sus {CHOSEN}", "grpo-kl-0.05": CALCULATIONS_TUNE["grpo-kl-0.05"],
                 "grpo-falling": FALLING, "focal": CALCULATIONS_TUNE["focal-kl-0.05"],
                 "passk": CALCULATIONS_TUNE["passk-kl-0.003"], **controls(CHOSEN)}

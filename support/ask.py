@@ -2,7 +2,7 @@
 import re
 import textwrap
 from collections import Counter
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from fractions import Fraction
 from itertools import zip_longest
 from pathlib import Path
@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import data
 import lora
 from support import parallel
-from support.config import Config
 
 KEEP_ASKING = "-"  # --ask without a text
 WIDTH = 80  # of a terminal
@@ -75,35 +74,36 @@ def make_page(text: str, answers: dict[str, list[dict]], known: bool, clusters: 
     return "\n".join([*textwrap.wrap(text, WIDTH), "", *rows])
 
 
-def answer(problem, policy, config: Config, clustering, step: int, evaluate,
-           seed: int) -> dict[str, list[dict]]:
+def answer(problem, policy, clustering, step: int, evaluate, seed: int) -> dict[str, list[dict]]:
     """Responses to one problem: of a run's base model and of the trained one, or of a model."""
-    found = {}
-    for title in ("base model", f"after {step} steps") if step else ("the model",):
-        is_base = step and title == "base model"
-        with lora.disabled(policy.model) if is_base else nullcontext():
-            evaluation = evaluate(policy, [problem], config, clustering, seed)
-            found[title] = evaluation.records[0]["responses"]
-    return found
+    def respond() -> list[dict]:
+        found = evaluate(policy, [problem], policy.config, clustering, seed)
+        return found.records[0]["responses"]
+
+    if not step:
+        return {"the model": respond()}
+    with lora.disabled(policy.model):
+        before = respond()
+    return {"base model": before, f"after {step} steps": respond()}
 
 
-def talk(text: str, policy, config: Config, clustering, step: int, evaluate, seed: int) -> None:
+def talk(text: str, policy, clustering, step: int, evaluate, seed: int) -> None:
     """Print the answers to a text; without one, ask for texts until an empty line."""
     if parallel.world() > 1:
         raise ValueError("--ask talks to one process: start it with python, not with torchrun")
-    keep_asking = text == KEEP_ASKING
+    keep_asking, task = text == KEEP_ASKING, policy.config.data
     while True:
         if keep_asking:
             try:
-                example = f" such as {EXAMPLE}" if config.data in data.COUNTDOWN else ""
+                example = f" such as {EXAMPLE}" if task in data.COUNTDOWN else ""
                 text = input(f"\nyour problem{example} (nothing to stop)\n> ")
             except EOFError:
                 text = ""
             if not text.strip():
                 return
         try:
-            problem, known = find_problem(config.data, text)
-            answers = answer(problem, policy, config, clustering, step, evaluate, seed)
+            problem, known = find_problem(task, text)
+            answers = answer(problem, policy, clustering, step, evaluate, seed)
             if not getattr(problem, "strategies", True):
                 text = f"{text.strip()} (it has no solution)"
             print("\n" + make_page(text.strip(), answers, known, clustering is not None))

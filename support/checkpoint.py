@@ -72,8 +72,8 @@ def settle(config: Config, given: set[str]) -> Config:
     taken = max(find_checkpoints(Path(config.run)), default=0)
     if "steps" in given and config.steps < taken:
         raise ValueError(f"--steps {config.steps}: {config.run} has taken {taken} steps already")
-    wishes = {name: getattr(config, name) for name in given & CHANGEABLE}
-    return replace(saved, **{"wandb": False, "tensorboard": False, **wishes})
+    changes = {name: getattr(config, name) for name in given & CHANGEABLE}
+    return replace(saved, **{"wandb": False, "tensorboard": False, **changes})
 
 
 def fixed_names(config: Config) -> set[str]:

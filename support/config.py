@@ -17,7 +17,7 @@ import torch
 from support import parallel
 
 OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
-MEMORY_WORDS = ("can't allocate memory", "Storage size calculation overflowed", "Overflow when unp")
+MEMORY_WORDS = ("can't allocate memory", "Storage size calculation overflowed")
 MEMORY_ADVICE = ("not enough memory: lower the number of problems, samples or new tokens, or, in "
                  "training, --micro-batch; --recompute saves more; --dry-run says what a run needs")
 
@@ -113,32 +113,34 @@ class Config:
 
     eval_every: int = flag(0, "steps between evaluations; 0: before and after only",
                            group="The evaluation")
-    eval_split: str = flag("test", "problems to evaluate on: test to report, validation to tune, "
-                           "each of them once; test-drawn: as training draws them",
+    eval_split: str = flag("test", "problems to evaluate on: test to report, validation to tune "
+                           "(no problem twice); test-drawn: with repeats, as in training",
                            choices=("test", "validation", "test-drawn"))
     eval_temperature: float = flag(1.0, "sampling temperature of evaluations; 0 is greedy")
     eval_problems: int = flag(150, "how many problems of that split", low=1)
     eval_samples: int = flag(16, "responses to each", low=1, high=10 ** 5)
 
 
-# paper: its Table 3, but for its lambda_SuS of 0.0, which the text contradicts; the encoder and
+# The paper's Table 3, but for its lambda_SuS of 0.0, which the text contradicts; the encoder and
 # the KL weight are those of the authors' first code, the response length is in neither. 3 epochs
-# over 7,473 problems, 8 per update, are 2,802 updates. repository: its README and its reward, but
-# for the 0.2 that it pays for the right format.
-PRESETS = {"none": {}, "paper": dict(
+# over 7,473 problems, 8 per update, are 2,802 updates.
+PAPER = dict(
     model="Qwen/Qwen2.5-1.5B", data="gsm8k", prompt="plain", steps=2802, problems=8, micro_batch=1,
     samples=8, max_new_tokens=256, learning_rate=2e-5, rank=8, alpha=0.3, alpha_decay=0.0,
     bonus="added", lambda_ss=1.0, lambda_sus=0.5, sus_baseline="none", gate="correct",
     expectation="query", normalise="std", kl=0.1, negatives="batch",
     encoder="sentence-transformers/all-MiniLM-L6-v2", strategy_warmup=0, eval_problems=200,
-    eval_samples=8, eval_every=934, checkpoint_every=100),
-    "repository": dict(
+    eval_samples=8, eval_every=934, checkpoint_every=100)
+# The README of the authors' repository, and its reward, but for the 0.2 that it pays for the right
+# format.
+REPOSITORY = dict(
     model="Qwen/Qwen2.5-1.5B-Instruct", data="gsm8k", prompt="chat", steps=2000, problems=2,
     micro_batch=1, samples=8, max_new_tokens=1024, learning_rate=5e-6, rank=64,
     method="experiments.rewards:repository", bonus="added", alpha=1.0, alpha_decay=0.0,
     gate="mixed", normalise="std", kl=0.001, encoder="sentence-transformers/all-MiniLM-L6-v2",
     strategy_warmup=0, strategy_updates=0, eval_problems=200, eval_samples=8, eval_every=500,
-    checkpoint_every=100)}
+    checkpoint_every=100)
+PRESETS = {"none": {}, "paper": PAPER, "repository": REPOSITORY}
 
 
 def exit_with(message) -> None:

@@ -18,7 +18,8 @@ import sample
 from model import Attention, Layer, SharedPrefix, Transformer
 from sample import pad_left
 
-PIECE = 128  # outputs of a product in one piece on a CPU, if a number not far below it divides them
+# A CPU cuts a product into equal pieces of at most PIECE outputs, and of more than PIECE / 4.
+PIECE = 128
 BLOCK = 128  # tokens of the vocabulary that are summed at a time
 
 

@@ -61,15 +61,9 @@ def read_json(file: Path) -> dict:
     return value
 
 
-def read_tensors(file: Path, wanted=None) -> dict[str, Tensor]:
-    """The tensors of a safetensors file; with `wanted`, only those of these names that it has."""
+def read_tensors(file: Path) -> dict[str, Tensor]:
     return read_safetensors(file, lambda shard: {
-        key: shard.get_tensor(key) for key in shard.keys() if wanted is None or key in wanted})
-
-
-def read_names(file: Path) -> set[str]:
-    """The names of a safetensors file's tensors."""
-    return read_safetensors(file, lambda shard: set(shard.keys()))
+        key: shard.get_tensor(key) for key in shard.keys()})
 
 
 def read_header(file: Path) -> dict[str, str]:

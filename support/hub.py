@@ -121,10 +121,11 @@ def read_weights(folder: Path, wanted):
     for name in names:
         if Path(name).name != name or name in ("", "..") or "\0" in name:
             raise ValueError(f"{index}: shard {name!r} is not the name of a file in this folder")
-        unknown |= files.read_names(folder / name) - set(wanted)
-        tensors = files.read_tensors(folder / name, missing)
-        missing -= tensors.keys()
-        yield from tensors.items()
+        tensors = files.read_tensors(folder / name)
+        unknown |= tensors.keys() - set(wanted)
+        for key in sorted(missing & tensors.keys()):
+            missing.remove(key)
+            yield key, tensors[key]
     unknown = {name for name in unknown if not name.endswith(IGNORED)}
     for kind, odd in (("lacks", missing), ("has too many", unknown)):
         if odd:

@@ -123,7 +123,7 @@ def test_mistakes_are_one_line(folder, capsys, monkeypatch):
     assert stopped.value.code == 2 and "expected" in capsys.readouterr().err
     with monkeypatch.context() as patch, pytest.raises(ValueError, match="torchrun"):
         patch.setattr(parallel, "world", lambda: 2)
-        ask.talk("q", None, None, None, 0, None, 0)
+        ask.talk("q", None, None, 0, None, 0)
     with pytest.raises(SystemExit):
         evaluate.main([str(folder), "--ask", "use 1,2 to make 3", "--export", "somewhere"])
     assert "leave out --output and --export" in capsys.readouterr().err

@@ -24,8 +24,6 @@ def test_what_is_written_comes_back(tmp_path):
     assert found.keys() == tensors.keys()
     assert all(torch.equal(found[name], tensors[name]) for name in tensors)
     assert files.read_header(tmp_path / "t.safetensors") == {"format": "pt", "step": "5"}
-    some = files.read_tensors(tmp_path / "t.safetensors", {"a", "nonsense"})
-    assert some.keys() == {"a"}
 
 
 def test_a_parameter_is_written_without_its_gradient(tmp_path):
