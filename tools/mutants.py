@@ -1,4 +1,4 @@
-"""Would a test notice? One-line breakages of the nine method files, and those that no test sees.
+"""Would a test notice? One-line breakages of the method, and those that no test sees.
 
     python tools/mutants.py                     all of them, half an hour on two cores
     python tools/mutants.py grpo.py reward.py   those of some files
