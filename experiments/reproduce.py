@@ -10,7 +10,7 @@ others               every other reward              countdown-many           15
 long                 three, for --steps 1200         countdown-many           15, 40
 few                  SuS, rivals, controls           countdown                20, 50
 few-again            SuS, GRPO, controls             countdown                25, 55
-four                 the same                        countdown4               0, 70
+four                 SuS and rivals                  countdown4               0, 70
 calculations         SuS, rivals, controls           countdown-calculations   5, 60
 
 many-tune, few-tune, calculations-tune (base models and seeds from 0) and many-sus-tune (base models
@@ -95,22 +95,18 @@ SWEEP = {"sus": MANY["sus"], "ss": f"ss {WAYS}", "surprise": f"surprise {WAYS}",
         "alpha=2", "alpha=8", "lambda_sus=1", "kl=0.01", "kl=0.1")}
 OTHERS = {"sus": MANY["sus"]} | {
     name: f"{OTHER}{name} {WAYS}" for name in (
-        "novelty", "uniqueness", "repository", "elliptical", "count", "rnd", "ss_focal", "flat",
-        "oracle", "group_oracle")} | {
+        "novelty", "uniqueness", "repository", "elliptical", "count", "rnd", "flat",
+        "group_oracle")} | {
     "perplexity": f"perplexity {WAYS}", "icm": f"{OTHER}icm {WAYS} --reading equations",
     "equations": f"sus {WAYS} --reading equations --gate mixed",
-    "query": f"sus {WAYS} --expectation query",
-    "untrained": f"sus {WAYS} --strategy-updates 0 --strategy-warmup 0",
-    "no-decay": f"sus {WAYS} --alpha-decay 0", "k2": f"sus {WAYS} --kl-form k2",
-    "no-warm-up": f"sus {WAYS} --strategy-warmup 0",
-    "batch-negatives": f"sus {WAYS} --negatives batch",
-    "no-gate": f"sus {WAYS} --bonus added --gate none",
     "learned-lambdas": f"sus {WAYS} --learn-lambdas",
     "passk-kl-0.003": MANY_TUNE["passk-kl-0.003"],
     "unlikeliness": f"{OTHER}unlikeliness --bonus added --gate correct --alpha 0.25 "
                     "--alpha-decay 0 --kl 0.03",
     "smoothing": f"{OTHER}smoothing --bonus added --gate group --alpha 0.02 --alpha-decay 0 "
                  "--kl 0.03",
+    "untrained": f"sus {WAYS} --strategy-updates 0 --strategy-warmup 0",
+    "k2": f"sus {WAYS} --kl-form k2",
     "literal": "sus --bonus added --alpha 0.3 --alpha-decay 0 --sus-baseline none --gate correct "
                "--expectation query --normalise std --strategy-warmup 0 --strategy-updates 1 "
                "--kl 0.03"}
@@ -138,7 +134,8 @@ PARTS = {"many": Part(MANY, **MANY_REPORT), "others": Part(OTHERS, **MANY_REPORT
                                                          "random")}, "countdown",
                            temperatures.SPLITS[:2], first_seed=55, first_base=25,
                            goals=("pass@1",)),
-         "four": Part(FEW, "countdown4", temperatures.SPLITS[:2], first_seed=70),
+         "four": Part({name: FEW[name] for name in ("sus", "grpo-kl-0.1", "focal", "passk")},
+                      "countdown4", temperatures.SPLITS[:2], first_seed=70),
          "calculations": Part(CALCULATIONS, "countdown-calculations", temperatures.SPLITS[:2],
                               first_seed=60, first_base=5, problems=340),
          "calculations-tune": Part(CALCULATIONS_TUNE, "countdown-calculations", problems=340),
