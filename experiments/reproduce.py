@@ -12,10 +12,12 @@ few                  SuS, rivals, controls           countdown                20
 few-again            SuS, GRPO, controls             countdown                25, 55
 four                 SuS and rivals                  countdown4               0, 70
 calculations         SuS, rivals, controls           countdown-calculations   5, 60
+text                 SuS and rivals                  asdiv.jsonl, SmolLM2     -, 80
 
 many-tune, few-tune, calculations-tune (base models and seeds from 0) and many-sus-tune (base models
 from 10, seeds from 30) chose the settings on validation problems; the parts above report on test
-problems. --quick has base model 0 and seeds from 10.
+problems. --quick has base model 0 and seeds from 10. The part text needs a model and a data file
+first (RESULTS.md has the commands).
 Each run is then measured at several temperatures. Finished runs are kept: after Ctrl-C or a crash
 the same command goes on. measures.jsonl has all numbers, tables.md compares them.
 """
@@ -110,6 +112,13 @@ OTHERS = {"sus": MANY["sus"]} | {
     "literal": "sus --bonus added --alpha 0.3 --alpha-decay 0 --sus-baseline none --gate correct "
                "--expectation query --normalise std --strategy-warmup 0 --strategy-updates 1 "
                "--kl 0.03"}
+# Three worked examples instead of a chat; bf16 is twice as fast on a CPU that has it.
+TEXT_FLAGS = ["--model", "models/smollm2", "--prompt", "plain", "--stop", "\\n", "--instruction",
+              Path(__file__).parents[1].joinpath("tools/shots.txt").read_text().strip(),
+              *"--dtype bfloat16 --max-new-tokens 24 --problems 8 --micro-batch 8 --kl 0 "
+               "--learning-rate 3e-4 --eval-problems 32 --eval-temperature 0.7".split()]
+TEXT = {"sus": f"sus {GROUP} --alpha 4 --strategy-warmup 64", "grpo": "grpo",
+        "passk": f"{OTHER}passk {PASSK}"}
 
 
 @dataclass(frozen=True)
@@ -122,6 +131,8 @@ class Part:
     bases: int = 5  # which the seeds take in turn
     problems: int = 400  # that each run is measured on, per split
     goals: tuple[str, ...] = ()  # primary measures, where they are not the task's own
+    flags: tuple[str, ...] = ()  # more flags of every run
+    at: tuple[float, ...] = temperatures.TEMPERATURES  # at which runs are measured
 
 
 MANY_REPORT = {"splits": temperatures.SPLITS[:2], "first_seed": 40, "first_base": 15}
@@ -138,6 +149,9 @@ PARTS = {"many": Part(MANY, **MANY_REPORT), "others": Part(OTHERS, **MANY_REPORT
                       "countdown4", temperatures.SPLITS[:2], first_seed=70),
          "calculations": Part(CALCULATIONS, "countdown-calculations", temperatures.SPLITS[:2],
                               first_seed=60, first_base=5, problems=340),
+         "text": Part(TEXT, "asdiv.jsonl", temperatures.SPLITS[:2], first_seed=80, bases=1,
+                      problems=100, goals=("pass@1", "pass@5"), flags=tuple(TEXT_FLAGS),
+                      at=(0.4, 0.7, 1.0)),
          "calculations-tune": Part(CALCULATIONS_TUNE, "countdown-calculations", problems=340),
          "many-tune": Part(MANY_TUNE), "few-tune": Part(FEW_TUNE, "countdown"),
          "many-sus-tune": Part(MANY_SUS_TUNE, first_seed=30, first_base=10),
@@ -172,7 +186,7 @@ def plan(request: Request, output: Path) -> dict[Path, list[str]]:
             flags = (f"--method {setting} --data {part.task} --seed {seed} --steps {request.steps} "
                      f"--eval-split {part.splits[-1].removesuffix('-drawn')} "
                      f"--eval-every {max(1, request.steps // 4)}")
-            jobs[output / f"{name}-{seed}"] = [*flags.split(), "--cache", str(cache)]
+            jobs[output / f"{name}-{seed}"] = [*flags.split(), *part.flags, "--cache", str(cache)]
     return jobs
 
 
@@ -188,15 +202,16 @@ def is_trained(folder: Path, flags: list[str]) -> bool:
 
 
 def next_command(folder: Path, flags: list[str], part: Part) -> list | None:
-    """What a run still needs: training, measuring, and one run per seed also its base model."""
+    """What a run still needs: training, measuring, and the first on a base model also that one."""
     if not is_trained(folder, flags):
         resume = ["--resume"] if (folder / "config.json").exists() else []
         return [Path(__file__).parents[1] / "train.py", "--run", folder, *flags, *resume]
     measure = ["-m", "experiments.temperatures", folder, "--splits", *part.splits, "--problems",
-               str(part.problems)]
-    is_first = folder.name.rpartition("-")[0] == next(iter(part.settings))
-    for base in (False, True) if is_first else (False,):
-        if not all(temperatures.find_measured(folder, split, part.problems, base)
+               str(part.problems), "--at", *map(str, part.at)]
+    setting, _, seed = folder.name.rpartition("-")
+    has_base = setting == next(iter(part.settings)) and int(seed) - part.first_seed < part.bases
+    for base in (False, True) if has_base else (False,):
+        if not all(temperatures.find_measured(folder, split, part.problems, base, part.at)
                    for split in part.splits):
             return [*measure, *(["--base"] if base else [])]
     return None
@@ -250,7 +265,8 @@ def main(argv: list[str] | None = None) -> None:
             request = replace(request, **{key: SHORT[key] for key in SHORT.keys() - given})
         part, output = PARTS[request.part], Path(request.folder, request.part).absolute()
         output.mkdir(parents=True, exist_ok=True)
-        for number in range(min(request.seeds, part.bases)):
+        tiny_bases = 0 if "--model" in part.flags else min(request.seeds, part.bases)
+        for number in range(tiny_bases):
             base = part.first_base + number
             tiny.find_tiny(part.task, find_cache(request, base), seed=base)
         jobs = plan(request, output)

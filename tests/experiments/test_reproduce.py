@@ -72,7 +72,8 @@ def test_a_plan_tunes_on_other_problems_seeds_and_base_models_than_it_reports(tm
             assert pairs == {(seed + n, f"cache-{base + n}".removesuffix("-0")) for n in range(5)}
             assert {config.eval_split for config in found} == {"test"}
         else:
-            assert pairs == {(10 + n, "cache") for n in range(5)}
+            first = {"quick": 10, "text": 80}[part]
+            assert pairs == {(first + n, "cache") for n in range(5)}
         assert len(set(map(str, found))) == len(found)  # no setting twice
     folders = [folder for jobs in parts.values() for folder in jobs]
     assert len(set(folders)) == len(folders)

@@ -88,6 +88,20 @@ def test_a_number_of_problems_must_be_positive(tmp_path, capsys):
     assert "expected 1 or more" in capsys.readouterr().err
 
 
+def test_other_temperatures_are_measured_in_their_order(cache, tmp_path, capsys):
+    folder = run(tmp_path / "mine-7", cache, "--steps", "1", "--gate", "none")
+    command = [str(folder), "--splits", "validation", "--problems", "3", "--at"]
+    temperatures.main([*command, "1", "0.5"])
+    lines = files.read_lines(folder / "temperatures.jsonl", key="split")
+    assert [line["temperature"] for line in lines] == [0.5, 1.0]
+    assert temperatures.find_measured(folder, "validation", 3, at=(0.5, 1.0)) == lines
+    assert not temperatures.find_measured(folder, "validation", 3)
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        temperatures.main([*command, "-1"])
+    assert "expected temperatures of 0 or more" in capsys.readouterr().err
+
+
 def test_only_runs_are_measured(tmp_path, capsys):
     with pytest.raises(SystemExit) as caught:
         temperatures.main([str(tmp_path)])
