@@ -188,7 +188,7 @@ def train_step(run: Run, step: int) -> dict:
     # 4. Advantage: better or worse than the group's mean?
     advantages = grpo.group_advantages(rewards, config.normalise)  # (B, G)
     if run.lambdas:
-        run.lambdas.step(model, prompts, rollout, signals, rewards, config, step)
+        run.lambdas.step(model, prompts, rollout, signals, config, step)
     watch.lap("advantage")
 
     # 5. Update the policy, then the strategy networks.

@@ -1,7 +1,7 @@
 """Tables that compare settings: each at a temperature of its own, and along its whole curve.
 
-    python -m experiments.compare results/many.jsonl
-    python -m experiments.compare results/few-again.jsonl --goals pass@1
+    python -m experiments.compare results/many.jsonl --goals "coverage at equal pass@1"
+    python -m experiments.compare results/few.jsonl --goals pass@1 pass@5
 
 How sharp a policy is can be chosen for free when it is decoded. So a setting's value of a measure
 is taken at the temperature that has the best mean on validation problems. Two settings are also
@@ -14,7 +14,7 @@ A line of such a file has name, seed, base, data, split, problems, temperature a
 are means ± half of their 95 % interval over seeds (Student's t); differences are paired by seed,
 relative to the second setting's mean. p is that of a paired t-test after Holm's correction over the
 comparisons on test problems that were planned as primary and have two seeds or more: against every
-GRPO and PRIMARY, in the measures of GOALS or of --goals.
+GRPO and PRIMARY, in the measures of --goals.
 """
 import argparse
 import re
@@ -29,9 +29,7 @@ MEASURES = ("pass@1", "pass@5", "pass@16", "coverage")
 MATCHED = (("pass@1", "pass@16"), ("pass@1", "coverage"), ("coverage", "pass@1"))
 MATCH = 0.95
 PRIMARY = ("passk", "focal", "shuffled", "random")
-WAYS_KEPT = ("coverage at equal pass@1",)
-GOALS = {"countdown": ("pass@1", "pass@5"), "countdown-many": WAYS_KEPT,
-         "countdown-calculations": WAYS_KEPT}
+WAYS_KEPT = "coverage at equal pass@1"
 # Student's t, 97.5 %, by degrees of freedom; beyond them 1.96 + 2.5 / degrees is close.
 STUDENT = (np.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 SPLITS = ("validation", "test", "test-drawn")
@@ -255,7 +253,6 @@ def make_tables(lines: list[dict], goals: tuple[str, ...] = ()) -> str:
     """All tables of a file; without test problems, what was measured on validation."""
     validation = read_curves(lines, "validation")
     splits = [split for split in SPLITS[1:] if read_curves(lines, split)]
-    goals = goals or GOALS.get(lines[0]["data"], ())
     text = ""
     for split in splits or ["validation"]:
         curves = read_curves(lines, split)
@@ -272,8 +269,8 @@ def make_tables(lines: list[dict], goals: tuple[str, ...] = ()) -> str:
 def main(argv: list[str] | None = None) -> None:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path, help="lines as experiments.reproduce writes them")
-    parser.add_argument("--goals", nargs="+", default=(), choices=(*MEASURES[:2], *WAYS_KEPT),
-                        help="the measures that were planned as primary (by default the task's)")
+    parser.add_argument("--goals", nargs="+", default=(), choices=(*MEASURES[:2], WAYS_KEPT),
+                        help="the measures that were planned as primary")
     arguments = parser.parse_args(argv)
     with guard():
         if not arguments.file.is_file():

@@ -47,6 +47,10 @@ def grid(methods: dict[str, str], weights: tuple[float, ...]) -> dict[str, str]:
             for name, flags in methods.items() for kl in weights}
 
 
+def pick(settings: dict[str, str], *names: str) -> dict[str, str]:
+    return {name: settings[name] for name in names}
+
+
 def controls(flags: str) -> dict[str, str]:
     """With the settings of SuS."""
     return {"shuffled": f"{OTHER}shuffled {flags}", "random": f"{OTHER}random_embeddings {flags}"}
@@ -62,8 +66,7 @@ MANY_TUNE = grid(RIVALS, (0.0, 0.01, 0.03, 0.1)) | {
 MANY_SUS_TUNE = {f"sus-alpha={alpha}": f"sus {GROUP} --kl 0.03 --alpha {alpha}"
                  for alpha in (4, 8)} | {
     f"sus-alpha={alpha}-constant": f"sus {GROUP} --kl 0.03 --alpha {alpha} --alpha-decay 0"
-    for alpha in (1, 4)} | {name: MANY_TUNE[name] for name in (
-        "grpo-kl-0.1", "grpo-kl-0.2", "focal-kl-0.1")}
+    for alpha in (1, 4)} | pick(MANY_TUNE, "grpo-kl-0.1", "grpo-kl-0.2", "focal-kl-0.1")
 FEW_TUNE = {f"sus-alpha={alpha}": f"sus {QUERY} --kl 0.05 --alpha {alpha}" for alpha in (4, 16)} | {
     f"sus-group-alpha={alpha}": f"sus {GROUP} --kl 0.05 --alpha {alpha}" for alpha in (4, 16)} | (
     grid(RIVALS, (0.03, 0.05, 0.1))) | {
@@ -130,33 +133,33 @@ class Part:
     first_base: int = 0
     bases: int = 5  # which the seeds take in turn
     problems: int = 400  # that each run is measured on, per split
-    goals: tuple[str, ...] = ()  # primary measures, where they are not the task's own
+    goals: tuple[str, ...] = ()  # measures that were planned as primary
     flags: tuple[str, ...] = ()  # more flags of every run
     at: tuple[float, ...] = temperatures.TEMPERATURES  # at which runs are measured
 
 
-MANY_REPORT = {"splits": temperatures.SPLITS[:2], "first_seed": 40, "first_base": 15}
-PARTS = {"many": Part(MANY, **MANY_REPORT), "others": Part(OTHERS, **MANY_REPORT),
-         "sweep": Part(SWEEP, **MANY_REPORT),
-         "long": Part({name: MANY[name] for name in ("sus", "grpo-kl-0.1", "focal")},
-                      **MANY_REPORT),
-         "few": Part(FEW, "countdown", temperatures.SPLITS, first_seed=50, first_base=20),
-         "few-again": Part({name: FEW[name] for name in ("sus", "grpo-kl-0.1", "shuffled",
-                                                         "random")}, "countdown",
-                           temperatures.SPLITS[:2], first_seed=55, first_base=25,
-                           goals=("pass@1",)),
-         "four": Part({name: FEW[name] for name in ("sus", "grpo-kl-0.1", "focal", "passk")},
-                      "countdown4", temperatures.SPLITS[:2], first_seed=70),
-         "calculations": Part(CALCULATIONS, "countdown-calculations", temperatures.SPLITS[:2],
-                              first_seed=60, first_base=5, problems=340),
-         "text": Part(TEXT, "asdiv.jsonl", temperatures.SPLITS[:2], first_seed=80, bases=1,
-                      problems=100, goals=("pass@1", "pass@5"), flags=tuple(TEXT_FLAGS),
-                      at=(0.4, 0.7, 1.0)),
-         "calculations-tune": Part(CALCULATIONS_TUNE, "countdown-calculations", problems=340),
-         "many-tune": Part(MANY_TUNE), "few-tune": Part(FEW_TUNE, "countdown"),
-         "many-sus-tune": Part(MANY_SUS_TUNE, first_seed=30, first_base=10),
-         "quick": Part(QUICK, splits=temperatures.SPLITS[:2], first_seed=10, bases=1,
-                       problems=100)}
+BOTH = temperatures.SPLITS[:2]  # validation problems choose, test problems report
+WAYS_KEPT, SOLVED = (compare.WAYS_KEPT,), ("pass@1", "pass@5")
+PARTS = {
+    "many": Part(MANY, splits=BOTH, first_seed=40, first_base=15, goals=WAYS_KEPT),
+    "sweep": Part(SWEEP, splits=BOTH, first_seed=40, first_base=15),
+    "others": Part(OTHERS, splits=BOTH, first_seed=40, first_base=15),
+    "long": Part(pick(MANY, "sus", "grpo-kl-0.1", "focal"), splits=BOTH, first_seed=40,
+                 first_base=15),
+    "few": Part(FEW, "countdown", temperatures.SPLITS, first_seed=50, first_base=20, goals=SOLVED),
+    "few-again": Part(pick(FEW, "sus", "grpo-kl-0.1", "shuffled", "random"), "countdown", BOTH,
+                      first_seed=55, first_base=25, goals=("pass@1",)),
+    "four": Part(pick(FEW, "sus", "grpo-kl-0.1", "focal", "passk"), "countdown4", BOTH,
+                 first_seed=70),
+    "calculations": Part(CALCULATIONS, "countdown-calculations", BOTH, first_seed=60, first_base=5,
+                         problems=340, goals=WAYS_KEPT),
+    "text": Part(TEXT, "asdiv.jsonl", BOTH, first_seed=80, bases=1, problems=100, goals=SOLVED,
+                 flags=tuple(TEXT_FLAGS), at=(0.4, 0.7, 1.0)),
+    "many-tune": Part(MANY_TUNE),
+    "many-sus-tune": Part(MANY_SUS_TUNE, first_seed=30, first_base=10),
+    "few-tune": Part(FEW_TUNE, "countdown"),
+    "calculations-tune": Part(CALCULATIONS_TUNE, "countdown-calculations", problems=340),
+    "quick": Part(QUICK, splits=BOTH, first_seed=10, bases=1, problems=100)}
 SHORT = {"part": "quick", "steps": 160, "seeds": 2}  # what --quick changes
 
 

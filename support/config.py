@@ -278,6 +278,9 @@ def check_config(config: Config) -> None:
     if config.learn_lambdas and config.method != "sus":
         raise ValueError("--learn-lambdas weighs the two parts of --method sus, which "
                          f"{config.method} does not have")
+    if config.bonus == "scaled" and config.gate in ("group", "none") and config.method != "grpo":
+        raise ValueError(f"--gate {config.gate} pays wrong responses too, whose reward of 0 cannot "
+                         "be scaled: add --bonus added")
     if config.encoder and config.method == "grpo":
         raise ValueError("--encoder is of no use with --method grpo: leave one of them out")
     if 0 < config.eval_temperature < 1e-6:

@@ -1,14 +1,15 @@
 """Learned lambdas by meta-gradient (paper, Section 3.5: the coefficients are "meta-learned").
 
-After a gradient step theta' = theta - eta (g_ext + alpha (lambda_SS g_SS + lambda_SuS g_SuS)),
-where g_i is the policy gradient of reward part i, the extrinsic loss on the *next* batch changes by
+After a gradient step theta' = theta - eta g(lambda), where g is the policy gradient for the
+advantages A(lambda), the extrinsic loss on the *next* batch changes by
 
-    d L_ext(theta') / d lambda_i  =  - eta alpha < g_ext(next batch), g_i(this batch) >
+    d L_ext(theta') / d lambda_i  =  - eta < g_ext(next batch), g_i(this batch) >
 
-so a part whose gradient agrees with what the task asks for next gains weight (LIRPG, Zheng et al.
-2018, for one step). The paper does not say how it meta-learns. Two liberties: the adapters are
-updated by AdamW, so this is the gradient of a step that is not quite taken; and the inner product
-is a cosine, so that the scale of the gradients does not matter. The weights are softplus(raw).
+where g_i is the policy gradient for d A / d lambda_i. So a part whose gradient agrees with what the
+task asks for next gains weight (LIRPG, Zheng et al. 2018, for one step). The paper does not say how
+it meta-learns. Two liberties: the adapters are updated by AdamW, so this is the gradient of a step
+that is not quite taken; and the inner product is a cosine, so that the scale of the gradients does
+not matter. The weights are softplus(raw).
 """
 from dataclasses import replace
 
@@ -24,6 +25,7 @@ from support.config import Config
 
 LEARNING_RATE = 0.1
 EVERY = 10  # steps between updates of the weights
+NUDGE = 1e-2  # of a weight, for d A / d lambda
 
 
 class LearnedLambdas(nn.Module):
@@ -40,8 +42,8 @@ class LearnedLambdas(nn.Module):
         ss, sus = F.softplus(self.raw).tolist()
         return replace(config, lambda_ss=ss, lambda_sus=sus)
 
-    def step(self, model, prompts: list, rollout, signals: reward.Signals, rewards: Tensor,
-             config: Config, step: int) -> None:
+    def step(self, model, prompts: list, rollout, signals: reward.Signals, config: Config,
+             step: int) -> None:
         """On one batch remember what each part of the bonus pulls at; on the next ask the task."""
         def gradient(advantages: Tensor) -> Tensor:
             return policy_gradient(model, prompts, rollout, advantages, config)
@@ -49,10 +51,21 @@ class LearnedLambdas(nn.Module):
         if self.is_pending:
             self.learn(gradient(grpo.group_advantages(signals.correct, config.normalise)))
         elif step % EVERY == 0:
-            gate = reward.gate(signals.correct, config.gate)
-            for number, part in enumerate(reward.paid_parts(signals, config)):
-                self.pending[number] = gradient(part_advantages(part * gate, rewards, config))
+            for number, slope in enumerate(self.slopes(signals, config, step)):
+                self.pending[number] = gradient(slope)
             self.is_pending.fill_(True)
+
+    def slopes(self, signals: reward.Signals, config: Config, step: int) -> list[Tensor]:
+        """d A / d lambda_i (B, G) for both parts, by central differences."""
+        parts = torch.stack(reward.paid_parts(signals, config), dim=-1)  # (B, G, 2)
+        weights = F.softplus(self.raw)
+
+        def advantages(weights: Tensor) -> Tensor:
+            rewards = reward.augment(signals.correct, parts @ weights, config, step)
+            return grpo.group_advantages(rewards, config.normalise)
+
+        return [(advantages(weights + nudge) - advantages(weights - nudge)) / (2 * NUDGE)
+                for nudge in NUDGE * torch.eye(2, device=weights.device)]
 
     def learn(self, extrinsic: Tensor) -> None:
         """extrinsic (n,): the gradient of the task's own loss on the next batch."""
@@ -60,15 +73,6 @@ class LearnedLambdas(nn.Module):
         if agreement.isfinite().all():  # one bad batch must not spoil the weights for good
             self.raw += LEARNING_RATE * agreement * self.raw.sigmoid()
         self.is_pending.fill_(False)
-
-
-def part_advantages(part: Tensor, rewards: Tensor, config: Config) -> Tensor:
-    """What one part (B, G) contributes to the advantages of the whole rewards."""
-    centred = part - part.mean(1, keepdim=True)
-    if config.normalise == "std":
-        centred = centred / (rewards.std(1, keepdim=True) + 1e-4)
-    equal = rewards.amax(1, keepdim=True) == rewards.amin(1, keepdim=True)
-    return centred.masked_fill(equal, 0.0)
 
 
 def policy_gradient(model, prompts: list, rollout, advantages: Tensor, config: Config) -> Tensor:

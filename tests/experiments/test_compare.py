@@ -163,7 +163,8 @@ def test_tables_take_temperatures_from_validation():
 
 
 def test_p_values_stand_at_the_planned_comparisons_only():
-    text = compare.make_tables(world())
+    assert ", p " not in compare.make_tables(world())
+    text = compare.make_tables(world(), ("pass@1", "pass@5"))
     assert ", p " in cells(text, "grpo-kl-0.1 (best GRPO)")[0]
     assert ", p " in cells(text, "grpo-kl-0.1 (best GRPO)")[1]
     assert ", p " not in cells(text, "grpo-kl-0.1 (best GRPO)")[2]
@@ -171,7 +172,7 @@ def test_p_values_stand_at_the_planned_comparisons_only():
     assert ", p " in cells(differences, "passk")[0]
     assert ", p " in cells(differences, "grpo-kl-0")[0]
     assert ", p " not in cells(differences, "ss")[0]
-    many = compare.make_tables([line | {"data": "countdown-many"} for line in world()])
+    many = compare.make_tables(world(), (compare.WAYS_KEPT,))
     assert ", p " not in cells(many, "grpo-kl-0.1 (best GRPO)")[0]
     assert ", p " in cells(many, "grpo-kl-0.1 (best GRPO)")[4]
 
@@ -184,7 +185,7 @@ def test_other_measures_can_be_primary(tmp_path, capsys):
     file = tmp_path / "measures.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in found))
     compare.main([str(file), "--goals", "pass@1"])
-    one, both = capsys.readouterr().out, compare.make_tables(found)
+    one, both = capsys.readouterr().out, compare.make_tables(found, ("pass@1", "pass@5"))
     one, both = (cells(text[text.index("sus over"):], "passk") for text in (one, both))
     # Differences of 0.02 and 0.04: t = 3, whose p is 0.205 with one degree of freedom.
     p, doubled = (float(row[0].rpartition("p ")[2]) for row in (one, both))

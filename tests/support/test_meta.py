@@ -18,8 +18,8 @@ from tests.conftest import small_model
 
 PROMPTS = [[3, 4], [5, 6, 7], [8]]
 TOKENS = 2
-CONFIG = Config(gate="none", expectation="query", sus_baseline="none", lambda_ss=1.0,
-                lambda_sus=1.0, kl=0.5, max_new_tokens=TOKENS)
+CONFIG = Config(bonus="added", gate="none", alpha=1.0, alpha_decay=0.0, expectation="query",
+                sus_baseline="none", lambda_ss=1.0, lambda_sus=1.0, kl=0.5, max_new_tokens=TOKENS)
 
 
 def make_signals(correct, shift, success) -> Signals:
@@ -99,17 +99,42 @@ def test_a_gradient_that_is_not_finite_moves_nothing(bad):
     assert not lambdas.is_pending
 
 
-@pytest.mark.parametrize("normalise", ["std", "none"])
-def test_advantages_of_the_parts_add_up_to_those_of_the_whole(normalise):
-    one = torch.rand(3, 4, generator=seeded(1))
-    two = torch.rand(3, 4, generator=seeded(2))
-    one[2], two[2] = 0.25, 0.5  # a group of equal rewards
-    config = Config(normalise=normalise)
-    parts = [meta.part_advantages(part, one + two, config) for part in (one, two)]
-    torch.testing.assert_close(sum(parts), grpo.group_advantages(one + two, normalise))
-    two[2] = 0.75 - torch.tensor([0.0, 0.25, 0.5, 0.75])
-    one[2] = 0.75 - two[2]  # two parts that differ and cancel each other
-    assert meta.part_advantages(one, one + two, config)[2].tolist() == [0.0] * 4
+@pytest.mark.parametrize("settings", [
+    {}, {"normalise": "std"}, {"gate": "correct"}, {"bonus": "scaled", "gate": "correct"},
+    {"bonus": "scaled", "gate": "mixed", "normalise": "std", "alpha": 4.0}], ids=str)
+def test_slopes_are_the_derivatives_of_the_advantages(settings):
+    """Against autograd, through the rewards written out once more."""
+    config = replace(CONFIG, **settings)
+    correct = (torch.rand(3, 4, generator=seeded(1)) < 0.6).float()
+    shift = torch.rand(3, 4, generator=seeded(2)).round()
+    signals = make_signals(correct, shift, success=0.25)
+    ss, sus = shift, (correct - 0.25).abs()
+    earns = reward.gate(correct, config.gate)
+
+    def advantages(weights):
+        bonus = config.alpha * earns * (weights[0] * ss + weights[1] * sus)
+        rewards = correct + bonus
+        if config.bonus == "scaled":
+            mean = ((1 + bonus) * earns).sum() / earns.sum()
+            rewards = correct * torch.where(earns > 0, (1 + bonus) / mean, 1.0)
+        centred = rewards - rewards.mean(1, keepdim=True)
+        if config.normalise == "std":
+            centred = centred / (rewards.std(1, keepdim=True) + 1e-4)
+        return centred * (rewards.amax(1, keepdim=True) > rewards.amin(1, keepdim=True))
+
+    expected = torch.autograd.functional.jacobian(advantages, torch.ones(2)).unbind(-1)
+    slopes = LearnedLambdas(config, 1).slopes(signals, config, 0)
+    assert sum(slope.abs().sum() for slope in slopes) > 0
+    for slope, wanted in zip(slopes, expected):
+        torch.testing.assert_close(slope, wanted, atol=2e-3, rtol=2e-3)
+
+
+def test_a_part_that_is_the_same_for_all_pulls_at_nothing_when_rewards_are_scaled():
+    config = replace(CONFIG, bonus="scaled", gate="correct", alpha=4.0)
+    correct = torch.tensor([[1.0, 0.0, 1.0], [0.0, 0.0, 1.0]])
+    signals = make_signals(correct, shift=torch.ones(2, 3), success=0.0)
+    for slope in LearnedLambdas(config, 1).slopes(signals, config, 0):
+        assert slope.abs().max() < 1e-4
 
 
 def test_the_policy_gradient_is_that_of_the_loss_without_kl_and_leaves_none_behind(model):
@@ -135,7 +160,7 @@ def test_a_part_that_helps_rises_and_one_that_hurts_falls(model):
         signals = make_signals(correct, shift=correct, success=1.0)
         config = replace(lambdas.apply_to(CONFIG), alpha=0.1, alpha_decay=0.0)
         rewards = reward.augment(correct, reward.sus(signals, config), config, step)
-        lambdas.step(model, PROMPTS, rollout, signals, rewards, CONFIG, meta.EVERY * step)
+        lambdas.step(model, PROMPTS, rollout, signals, CONFIG, meta.EVERY * step)
         assert all(adapter.grad is None for adapter in lora.parameters(model).values())
         advantages = grpo.group_advantages(rewards, "none")
         grpo.accumulate_gradient(model, PROMPTS, rollout, advantages, replace(CONFIG, kl=0.0))
@@ -150,11 +175,11 @@ def test_the_next_batch_is_asked_about_correctness_and_not_about_the_reward(mode
     """The bonus is so large that the whole reward prefers failures; the task must still decide."""
     rollout, correct = roll_out(model, 0)
     signals = make_signals(correct, shift=correct, success=1.0)
-    rewards = correct + 50.0 * reward.parts(signals, CONFIG)[1]
+    config = replace(CONFIG, alpha=50.0)
     lambdas = make_lambdas(model)
     raw = lambdas.raw.clone()
     for step in range(2):
-        lambdas.step(model, PROMPTS, rollout, signals, rewards, CONFIG, step)
+        lambdas.step(model, PROMPTS, rollout, signals, config, step)
     agreement = torch.tensor([1.0, -1.0])  # one part is correctness itself, the other its opposite
     torch.testing.assert_close(lambdas.raw, raw + 0.1 * agreement * raw.sigmoid())
 
@@ -166,9 +191,8 @@ def pending_after(model, shift_of_failures: float, gate: str) -> torch.Tensor:
     shift = torch.where(correct > 0, shift, shift_of_failures)
     signals = make_signals(correct, shift, success=0.25)
     config = replace(CONFIG, gate=gate)
-    rewards = reward.augment(correct, reward.sus(signals, config), config, 0)
     lambdas = make_lambdas(model)
-    lambdas.step(model, PROMPTS, rollout, signals, rewards, config, 0)
+    lambdas.step(model, PROMPTS, rollout, signals, config, 0)
     assert lambdas.is_pending
     return lambdas.pending
 
@@ -187,9 +211,8 @@ def test_pending_gradients_are_those_of_the_paid_parts_in_their_order(model):
     chance = torch.tensor([[0.25], [0.5], [0.75]])  # P(query) of the three problems
     signals = replace(make_signals(correct, shift, success=0.0), success=chance)
     config = replace(CONFIG, gate="mixed", sus_baseline="batch")
-    rewards = reward.augment(correct, reward.sus(signals, config), config, 0)
     lambdas = make_lambdas(model)
-    lambdas.step(model, PROMPTS, rollout, signals, rewards, config, 0)
+    lambdas.step(model, PROMPTS, rollout, signals, config, 0)
     paid_ss = shift * correct
     surprise = (1 - chance) * correct
     paid_sus = (surprise - surprise.sum() / correct.sum()) * correct
@@ -205,7 +228,7 @@ def test_gradients_are_taken_every_ten_steps_and_used_on_the_next_batch(model):
     lambdas, history = make_lambdas(model), []
     for step in range(12):
         before = lambdas.raw.clone()
-        lambdas.step(model, PROMPTS, rollout, signals, correct, CONFIG, step)
+        lambdas.step(model, PROMPTS, rollout, signals, CONFIG, step)
         history.append((bool(lambdas.is_pending), not torch.equal(lambdas.raw, before)))
     asked, learned, idle = (True, False), (False, True), (False, False)
     assert history == [asked, learned, *[idle] * 8, asked, learned]
@@ -215,11 +238,11 @@ def test_what_is_pending_survives_a_checkpoint(model):
     rollout, correct = roll_out(model, 0)
     signals = make_signals(correct, shift=correct, success=1.0)
     lambdas, other = make_lambdas(model), make_lambdas(model, Config(lambda_ss=4.0))
-    lambdas.step(model, PROMPTS, rollout, signals, correct, CONFIG, 0)
+    lambdas.step(model, PROMPTS, rollout, signals, CONFIG, 0)
     other.load_state_dict({name: each.clone() for name, each in lambdas.state_dict().items()})
     rollout, correct = roll_out(model, 1)
     for each in (lambdas, other):
         signals = make_signals(correct, shift=correct, success=1.0)
-        each.step(model, PROMPTS, rollout, signals, correct, CONFIG, 1)
+        each.step(model, PROMPTS, rollout, signals, CONFIG, 1)
     assert torch.equal(lambdas.raw, other.raw)
     assert values(lambdas) != (1.0, 1.0)
