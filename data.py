@@ -28,7 +28,7 @@ from pathlib import Path
 
 from support import parallel
 from support.answers import find_answer, read_gsm8k, read_split
-from support.calculation import OPERATORS, Calculation, first_table, play_step, solve, write
+from support.calculation import OPERATORS, Step, calculation_of, solve
 from support.config import import_function
 
 # At most five digits per number, none a leading zero: no step is longer than 17 characters.
@@ -46,22 +46,22 @@ class Rules:
     smallest: int = 1
     largest: int = 15
     use_all: bool = True  # must a response use every number?
-    kinds: int = 1  # at least so many different solutions each problem has
+    solutions: int = 1  # at least so many different ones each problem has
     calculations: bool = False  # is a strategy a calculation, or its operators in order?
 
     def allow(self, problem: "Countdown") -> bool:
-        if self.kinds == 1:
+        if self.solutions == 1:
             return True
-        kinds = problem.strategies
-        if not self.calculations:
-            kinds = {"".join(sorted(operators)) for operators in kinds}
-        # With target 0 the last step, x-x, does not tell a calculation from its negative.
-        is_clear = problem.target > 0 or not self.calculations
-        return is_clear and len(kinds) >= self.kinds
+        if self.calculations:
+            # With target 0 the last step, x-x, does not tell a calculation from its negative.
+            return problem.target > 0 and len(problem.strategies) >= self.solutions
+        different = {"".join(sorted(operators)) for operators in problem.strategies}
+        return len(different) >= self.solutions
 
 
-COUNTDOWN = {"countdown": Rules(3), "countdown4": Rules(4), "countdown-many": Rules(3, kinds=2),
-             "countdown-calculations": Rules(3, 2, 30, use_all=False, kinds=2, calculations=True)}
+COUNTDOWN = {"countdown": Rules(3), "countdown4": Rules(4), "countdown-many": Rules(3, solutions=2),
+             "countdown-calculations": Rules(3, 2, 30, use_all=False, solutions=2,
+                                   calculations=True)}
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,8 @@ class Countdown:
     def prompt(self) -> str:
         return f"use {','.join(map(str, self.numbers))} to make {self.target}:"
 
-    def play(self, response: str) -> tuple[str, int, Calculation] | None:
-        """Parse a response -> (operators in order, result, calculation), None if it is illegal.
+    def play(self, response: str) -> list[Step] | None:
+        """Parse a response -> its steps, None if it is illegal.
 
         Legal: steps `a+b=c`, joined by `;`, one fewer than there are numbers, or any number up to
         that if not all must be used; the arithmetic is right; each a and b is on the table: the
@@ -89,31 +89,37 @@ class Countdown:
         """
         if len(response) > 20 * len(self.numbers):  # longer than any legal play
             return None
-        steps = [STEP.fullmatch(step) for step in response.split(";")]
-        if None in steps or (self.rules.use_all and len(steps) < len(self.numbers) - 1):
+        matches = [STEP.fullmatch(step) for step in response.split(";")]
+        if None in matches or (self.rules.use_all and len(matches) < len(self.numbers) - 1):
             return None
-        table, operators = first_table(self.numbers), ""
-        for step in steps:
-            table = play_step(table, int(step[1]), step[2], int(step[3]))
-            if table is None or table[-1][0] != int(step[4]):
+        steps = [(int(a), operator, int(b), int(c)) for a, operator, b, c in
+                 (match.groups() for match in matches)]
+        table = list(self.numbers)
+        for a, operator, b, result in steps:
+            for number in (a, b):
+                if number not in table:
+                    return None
+                table.remove(number)
+            if OPERATORS[operator](a, b) != result:
                 return None
-            operators += step[2]
-        return operators, *table[-1]
+            table.append(result)
+        return steps
 
     def judge(self, response: str) -> float:
-        played = self.play(response)
-        return float(played is not None and played[1] == self.target)
+        steps = self.play(response)
+        return float(steps is not None and steps[-1][3] == self.target)
 
     def valid(self, response: str) -> bool:
         return self.play(response) is not None
 
     def strategy_of(self, response: str) -> str | None:
         """The operators in order, such as `*-`, or the calculation, such as `ac-b` (Rules)."""
-        played = self.play(response)
-        if played is None:
+        steps = self.play(response)
+        if steps is None:
             return None
-        operators, _, calculation = played
-        return write(calculation) if self.rules.calculations else operators
+        if self.rules.calculations:
+            return calculation_of(self.numbers, steps)
+        return "".join(operator for _, operator, *_ in steps)
 
     @cached_property
     def strategies(self) -> set[str]:

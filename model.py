@@ -185,17 +185,15 @@ class Transformer(nn.Module):
         offset = 0 if prefix is None else prefix.length
         if start is not None and offset:
             start = start.repeat_interleave(prefix.samples)  # a response's row is its prompt's
-        slots = torch.arange(offset + T, device=ids.device)
-        query = slots[offset:]
-        positions = query[None]  # (1, T)
-        mask = None
-        if start is not None:
-            positions = (query - start[:, None]).clamp(min=0)  # (B, T)
+        slots = torch.arange(offset + T, device=ids.device)  # of the prompt and of ids
+        own = slots[offset:]  # of ids alone
+        first = slots.new_zeros(1) if start is None else start  # each row's first real slot
+        positions = (own - first[:, None]).clamp(min=0)  # (B or 1, T)
+        mask = None  # nothing is hidden but what comes later
         if start is not None or (offset and T > 1):
-            first = torch.zeros_like(slots[:1]) if start is None else start
             # A padding slot sees itself, so that no row of the softmax is empty.
-            first = torch.minimum(first[:, None, None], query[None, :, None])  # (B or 1, T, 1)
-            mask = ((slots <= query[:, None]) & (slots >= first))[:, None]  # (B or 1, 1, T, slots)
+            visible = torch.minimum(first[:, None, None], own[None, :, None])  # (B or 1, T, 1)
+            mask = ((slots <= own[:, None]) & (slots >= visible))[:, None]  # (B or 1, 1, T, slots)
         x = self.embed_tokens(ids)
         angles = (positions[..., None] * self.frequencies.to(ids.device))[:, :, None]
         cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)  # (B or 1, T, 1, d/2)

@@ -11,8 +11,7 @@ with the 95 % interval of their mean as a band.
                         a file that experiments.reproduce or .temperatures writes, named like it
     story, diversity, intrinsic, losses, training    metrics over the steps; dotted: the entropy of
                         a policy that is always right, with one strategy per problem or with all
-    passes, ablation    pass@k against k; both parts of SuS, either part, none
-    sensitivity         pass@k of sus and of runs named FLAG=VALUE against the value
+    passes              pass@k against k
     embeddings          a map of responses, coloured by true strategy or else by cluster
 """
 import argparse
@@ -137,22 +136,6 @@ def passes(runs: list[Run]) -> Panels:
                             for k, share in enumerate(line.get("pass_curve") or [], 1)]}
 
 
-def ablation(runs: list[Run]) -> Panels:
-    parts = [run for run in runs if run.name in ("sus", "ss", "surprise", "grpo")]
-    if len({run.name for run in parts}) < 3:
-        return {}
-    return {metric: [(run.name, run.name, run.evaluations[-1].get(metric)) for run in parts]
-            for metric in OVER_STEPS["story"]}
-
-
-def sensitivity(runs: list[Run]) -> Panels:
-    flags = {run.name.partition("=")[0] for run in runs if "=" in run.name} & runs[0].config.keys()
-    return {f"pass@k by {flag}": [(metric, run.config.get(flag), run.evaluations[-1].get(metric))
-                                  for metric in ("pass@1", "pass@5") for run in runs
-                                  if run.name == "sus" or run.name.startswith(f"{flag}=")]
-            for flag in sorted(flags)}
-
-
 def embeddings(runs: list[Run]) -> Panels:
     """The base policy's responses, then those of up to three settings after training."""
     files = {"before training": runs[0].folder / "samples-before.jsonl"}
@@ -216,8 +199,7 @@ def draw_figure(panels: Panels, file: Path, perfect: dict[str, float],
 def draw(runs: list[Run], output: Path) -> list[Path]:
     """Write every figure that these runs can show -> the files."""
     figures = {name: over_steps(runs, metrics) for name, metrics in OVER_STEPS.items()}
-    figures |= {"passes": passes(runs), "ablation": ablation(runs),
-                "sensitivity": sensitivity(runs), "embeddings": embeddings(runs)}
+    figures |= {"passes": passes(runs), "embeddings": embeddings(runs)}
     output.mkdir(parents=True, exist_ok=True)
     written, perfect = [], perfect_entropies(runs[0])
     for name, panels in figures.items():

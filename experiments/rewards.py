@@ -17,7 +17,6 @@ of its first part, which tell the correct responses of a group apart:
     smoothing    Gai et al. 2025, 2511.19942: improbable if right, probable if wrong
                  (--bonus added --gate group --alpha 0.02 --alpha-decay 0)
 of both:
-    ss_focal     SS plus focal
     shuffled     SuS's bonuses, dealt out at random among the responses that earn
     flat         their mean for each
     random_embeddings    SuS with random unit vectors in place of z_post
@@ -37,7 +36,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from reward import Signals, gate, other_successes, ss_only, sus
+from reward import Signals, gate, other_successes, sus
 from sample import seeded
 from strategy import DIMENSION, LEARNING_RATE, Standardise, mlp
 from support import parallel
@@ -88,10 +87,6 @@ def passk(signals: Signals, config: Config) -> Tensor:
 def focal(signals: Signals, config: Config) -> Tensor:
     """1 - the group's accuracy."""
     return (1 - signals.correct.mean(1, keepdim=True)).expand_as(signals.correct)
-
-
-def ss_focal(signals: Signals, config: Config) -> Tensor:
-    return ss_only(signals, config) + config.lambda_sus * focal(signals, config)
 
 
 def unlikeliness(signals: Signals, config: Config) -> Tensor:

@@ -15,6 +15,7 @@ from string import ascii_lowercase
 
 OPERATORS = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b}
 Calculation = tuple[tuple[str, int], ...]  # (letters of a product, how often it is added)
+Step = tuple[int, str, int, int]  # (a, operator, b, result)
 Table = tuple[tuple[int, Calculation], ...]  # numbers to play with, and where they come from
 
 
@@ -24,12 +25,10 @@ def first_table(numbers: tuple[int, ...]) -> Table:
     return tuple((number, ((letters[number], 1),)) for number in sorted(numbers))
 
 
-def take(table: Table, number: int) -> tuple[Calculation, Table] | None:
+def take(table: Table, number: int) -> tuple[Calculation, Table]:
     """The first entry with this number, and the rest of the table."""
-    for place, (value, calculation) in enumerate(table):
-        if value == number:
-            return calculation, table[:place] + table[place + 1:]
-    return None
+    place = [value for value, _ in table].index(number)
+    return table[place][1], table[:place] + table[place + 1:]
 
 
 def combine(x: Calculation, operator: str, y: Calculation) -> Calculation:
@@ -52,14 +51,19 @@ def write(calculation: Calculation) -> str:
     return "".join(sorted(terms)).removeprefix("+") or "0"
 
 
-def play_step(table: Table, a: int, operator: str, b: int) -> Table | None:
-    """Take a and b from the table and put their result there; None if they are not there."""
-    first = take(table, a)
-    second = first and take(first[1], b)
-    if second is None:
-        return None
-    (x, _), (y, rest) = first, second
+def play_step(table: Table, a: int, operator: str, b: int) -> Table:
+    """Take a and b from the table and put their result there."""
+    x, rest = take(table, a)
+    y, rest = take(rest, b)
     return (*rest, (OPERATORS[operator](a, b), combine(x, operator, y)))
+
+
+def calculation_of(numbers: tuple[int, ...], steps: list[Step]) -> str:
+    """What the steps of a legal play calculate."""
+    table = first_table(numbers)
+    for a, operator, b, _ in steps:
+        table = play_step(table, a, operator, b)
+    return write(table[-1][1])
 
 
 def next_tables(table: Table) -> Iterator[tuple[str, Table]]:

@@ -145,7 +145,8 @@ def claim(config: Config) -> Config:
 
 def lock(folder: Path):
     """Keep other processes away from this run as long as the returned file is open."""
-    descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)  # Windows has no such flag
+    descriptor = os.open(folder / "lock", flags, 0o666)
     handle = os.fdopen(descriptor, "r+")
     try:
         if fcntl:

@@ -10,8 +10,7 @@ from PIL import Image
 
 from experiments import plot, reproduce
 
-ALL = {"story", "diversity", "intrinsic", "losses", "training", "passes", "ablation", "sensitivity",
-       "embeddings"}
+ALL = {"story", "diversity", "intrinsic", "losses", "training", "passes", "embeddings"}
 
 
 def write_lines(file, records):
@@ -72,11 +71,11 @@ def test_runs_are_grouped_and_every_figure_is_drawn(tmp_path):
     assert "matplotlib.pyplot" not in sys.modules  # no window, no global state
 
 
-def test_a_single_run_has_its_curves_but_no_comparison(tmp_path, capsys):
+def test_a_single_run_has_every_figure(tmp_path, capsys):
     make_run(tmp_path / "sus-1", "sus", 1)
     plot.main([str(tmp_path / "sus-1"), "--output", str(tmp_path / "one")])
     written = {file.stem for file in (tmp_path / "one").iterdir()}
-    assert written == ALL - {"ablation", "sensitivity"}
+    assert written == ALL
     assert set(capsys.readouterr().out.split()) == set(map(str, (tmp_path / "one").iterdir()))
     plot.main([str(tmp_path / "sus-1")])
     assert (tmp_path / "sus-1" / "training.png").exists()  # beside the run, if nothing is said
@@ -198,13 +197,9 @@ def test_figures_show_what_the_files_hold(tmp_path, monkeypatch):
         ("sus", 2, pytest.approx(1.1)), ("sus", 2, pytest.approx(1.2))]
     base = [point for point in points if point[0] == "base model"]
     assert base == [("base model", k, shift) for shift in (0.1, 0.2) for k in (1, 2)]
-    assert sorted(drawn["sensitivity"]["pass@k by alpha"]) == sorted(
-        [("pass@1", 2.0, 0.5)] * 2 + [("pass@1", 4.0, 0.6), ("pass@1", 4.0, 0.7)]
-        + [("pass@5", 2.0, 20 / 30)] * 2 + [("pass@5", 4.0, 20 / 30 + shift) for shift in (.1, .2)])
     assert list(drawn["embeddings"]) == ["before training", "after sus", "after grpo",
                                          "after alpha=2"]
     assert drawn["embeddings"]["after sus"] == [("++", 1, 1.0), ("illegal", 1, 1.0)]
-    assert "ablation" not in drawn
 
 
 def test_a_whole_reproduction_shows_all_methods_sus_first(tmp_path, monkeypatch):
@@ -213,7 +208,6 @@ def test_a_whole_reproduction_shows_all_methods_sus_first(tmp_path, monkeypatch)
     drawn = panels_of(monkeypatch, plot.find_runs([str(tmp_path)]), tmp_path)
     shown = [name for name, *_ in drawn["story"]["pass@1 by step"]]
     assert set(shown) == {*reproduce.MANY, "ss", "surprise"} and shown[0] == "sus"
-    assert {name for name, *_ in drawn["ablation"]["pass@1"]} == {"sus", "ss", "surprise"}
 
 
 def test_other_settings_are_no_seeds(tmp_path):
@@ -266,9 +260,7 @@ def test_missing_metrics_are_left_out(tmp_path, monkeypatch):
         file.write_text(text.replace('"cluster_entropy": 1.5', '"cluster_entropy": null'))
         (tmp_path / f"{method}-1" / "samples-before.jsonl").unlink()
     runs = plot.find_runs([str(tmp_path)])
-    assert tmp_path / "ablation.png" in plot.draw(runs, tmp_path)
     drawn = panels_of(monkeypatch, runs, tmp_path)
-    assert list(drawn["ablation"]) == ["pass@1", "pass@5"]
     assert list(drawn["diversity"]) == ["strategy_entropy by step"]
     assert [x for _, x, _ in drawn["diversity"]["strategy_entropy by step"]] == [0, 10] * 3
     assert list(drawn["embeddings"]) == ["after sus", "after grpo", "after ss"]

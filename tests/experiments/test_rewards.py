@@ -19,7 +19,7 @@ from support.config import Config
 ADD, OTHER = "3+8=11;11+5=16", "8*3=24;24-5=19"  # strategies ++ and *-
 PROBLEM = Countdown((3, 8, 5), 16)
 MEMORIES = ["rnd", "count", "uniqueness", "oracle", "repository"]
-FUNCTIONS = ["novelty", "icm", "passk", "focal", "ss_focal", "unlikeliness", "smoothing",
+FUNCTIONS = ["novelty", "icm", "passk", "focal", "unlikeliness", "smoothing",
              "elliptical", "shuffled", "flat", "random_embeddings", "group_oracle"]
 
 
@@ -91,10 +91,6 @@ def test_rewards_for_wrong_responses_need_a_gate_that_lets_them_through():
 def test_focal_is_the_share_of_wrong_responses_of_the_group():
     bonus = rewards.focal(make_signals(), Config())
     torch.testing.assert_close(bonus, torch.tensor([[1 / 3] * 3, [1.0] * 3]))
-    config = Config(lambda_ss=2.0, lambda_sus=3.0, expectation="query")
-    both = rewards.ss_focal(make_signals(), config)
-    expected = torch.tensor([[0.0, 2.0, 0.0], [2.0, 2.0, 2.0]]) + 3 * bonus
-    torch.testing.assert_close(both, expected)
 
 
 LOGPROBS = torch.tensor([[[-1.0, -1.0], [-3.0, 0.0], [-0.5, 0.0]],
