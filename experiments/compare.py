@@ -1,7 +1,7 @@
 """Tables that compare settings: each at a temperature of its own, and along its whole curve.
 
     python -m experiments.compare results/many.jsonl --goals "coverage at equal pass@1"
-    python -m experiments.compare results/few.jsonl --goals pass@1 pass@5
+    python -m experiments.compare results/few.jsonl results/few-again.jsonl
 
 How sharp a policy is can be chosen for free when it is decoded. So a setting's value of a measure
 is taken at the temperature that has the best mean on validation problems. Two settings are also
@@ -164,11 +164,8 @@ def values_at(seeds: dict[int, list[dict]], measure: str, temperature: float) ->
 
 def differences(ours: dict[int, float], theirs: dict[int, float]) -> list[float]:
     """Paired by seed, relative to the mean of theirs."""
-    pairs = ours.keys() & theirs.keys()
-    if not pairs:
-        return []
-    middle = np.mean([theirs[seed] for seed in pairs]) or np.nan
-    return [(ours[seed] - theirs[seed]) / middle for seed in sorted(pairs)]
+    middle = np.mean(list(theirs.values())) or np.nan
+    return [(ours[seed] - theirs[seed]) / middle for seed in sorted(ours)]
 
 
 def matched_differences(ours: dict, theirs: dict, chosen: list[dict], measure: str,
@@ -183,8 +180,6 @@ def matched_differences(ours: dict, theirs: dict, chosen: list[dict], measure: s
 
 
 def percent(values: list[float], sign: str = "") -> str:
-    if not values:
-        return "-"
     mean, half = mean_and_half(values)
     digits = 0 if sign else 1
     return f"{100 * mean:{sign}.{digits}f}" + (
@@ -219,6 +214,12 @@ def find_best(validation: Curves, prefix: str = "grpo") -> str | None:
     return max(means, key=means.get, default=None)
 
 
+def common_seeds(*each: dict[int, list[dict]]) -> list[dict[int, list[dict]]]:
+    """The same settings, with the seeds alone that all of them have."""
+    shared = set.intersection(*(set(seeds) for seeds in each))
+    return [{seed: seeds[seed] for seed in sorted(shared)} for seeds in each]
+
+
 def differences_table(curves: Curves, validation: Curves, goals: tuple[str, ...]) -> str:
     """The first setting over each other one, the best GRPO first."""
     first, *others = curves
@@ -226,11 +227,14 @@ def differences_table(curves: Curves, validation: Curves, goals: tuple[str, ...]
     rows, planned = {}, {}
     for other in sorted(others, key=lambda name: name != best):
         name = f"{other} (best GRPO)" if other == best else other
-        ours, theirs = curves[first], curves[other]
+        ours, theirs, *chosen = common_seeds(curves[first], curves[other], validation[first],
+                                             validation[other])
+        if not ours:
+            continue
         cells = {measure: differences(*(
-            values_at(curves[side], measure, choose_temperature(validation[side], measure))
-            for side in (first, other))) for measure in ("pass@1", "pass@5")}
-        chosen = [validation[first], validation[other]]
+            values_at(side, measure, choose_temperature(its_validation, measure))
+            for side, its_validation in zip((ours, theirs), chosen)))
+            for measure in ("pass@1", "pass@5")}
         cells |= {f"{measure} at equal {at}": matched_differences(ours, theirs, chosen, measure, at)
                   for measure, at in known(curves, MATCHED)}
         rows[name] = cells
@@ -268,14 +272,17 @@ def make_tables(lines: list[dict], goals: tuple[str, ...] = ()) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", type=Path, help="lines as experiments.reproduce writes them")
+    parser.add_argument("files", type=Path, nargs="+",
+                        help="lines as experiments.reproduce writes them; several are joined")
     parser.add_argument("--goals", nargs="+", default=(), choices=(*MEASURES[:2], WAYS_KEPT),
                         help="the measures that were planned as primary")
     arguments = parser.parse_args(argv)
     with guard():
-        if not arguments.file.is_file():
-            raise ValueError(f"{arguments.file} is not a file of experiments.reproduce")
-        print(make_tables(read_lines(arguments.file, key="split"), tuple(arguments.goals)))
+        for file in arguments.files:
+            if not file.is_file():
+                raise ValueError(f"{file} is not a file of experiments.reproduce")
+        lines = [line for file in arguments.files for line in read_lines(file, key="split")]
+        print(make_tables(lines, tuple(arguments.goals)))
 
 
 if __name__ == "__main__":

@@ -84,7 +84,7 @@ def test_a_curve_that_turns_back_gives_its_best_place():
 
 
 def test_differences_are_paired_and_relative():
-    ours, theirs = {1: 0.6, 2: 0.9, 9: 5.0}, {2: 0.8, 1: 0.4}  # seed 9 has no partner
+    ours, theirs = {1: 0.6, 2: 0.9}, {2: 0.8, 1: 0.4}
     assert compare.differences(ours, theirs) == pytest.approx([0.2 / 0.6, 0.1 / 0.6])
 
 
@@ -182,9 +182,10 @@ def test_other_measures_can_be_primary(tmp_path, capsys):
     found = [line for seed in (1, 2) for name, slope in (("sus", 0.01), ("passk", 0.03))
              for split in ("validation", "test")
              for line in lines(name, seed, (0.3, 0.5 + slope * seed, 0.5), split=split)]
-    file = tmp_path / "measures.jsonl"
-    file.write_text("".join(json.dumps(line) + "\n" for line in found))
-    compare.main([str(file), "--goals", "pass@1"])
+    half = len(found) // 2  # seed 1 in one file, seed 2 in another
+    for name, part in (("a", found[:half]), ("b", found[half:])):
+        (tmp_path / name).write_text("".join(json.dumps(line) + "\n" for line in part))
+    compare.main([str(tmp_path / "a"), str(tmp_path / "b"), "--goals", "pass@1"])
     one, both = capsys.readouterr().out, compare.make_tables(found, ("pass@1", "pass@5"))
     one, both = (cells(text[text.index("sus over"):], "passk") for text in (one, both))
     # Differences of 0.02 and 0.04: t = 3, whose p is 0.205 with one degree of freedom.
@@ -213,10 +214,16 @@ def test_tuning_has_validation_alone_and_one_seed_no_interval():
     assert ", p " not in text
 
 
-def test_settings_without_a_common_seed_have_no_difference():
+def test_settings_are_compared_on_the_seeds_that_both_have():
     found = [line for line in world() if (line["name"] == "sus") == (line["seed"] == 1)]
-    row = cells(compare.make_tables(found)[500:], "passk")
-    assert set(row) == {"-"}
+    assert "sus over" not in compare.make_tables(found)  # none in common
+    both = world()
+    alone = lines("sus", 3, (0.3, 0.1, 0.9), (1.0, 0.1, 0.9))
+    alone += lines("sus", 3, (0.3, 0.1, 0.9), (1.0, 0.1, 0.9), split="validation")
+    tables = [compare.make_tables(each) for each in (both, both + alone)]
+    assert cells(tables[0], "sus") != cells(tables[1], "sus")
+    rows = [cells(text[text.index("sus over"):], "passk") for text in tables]
+    assert rows[0] == rows[1]
 
 
 def test_results_in_the_repository_can_be_compared():
