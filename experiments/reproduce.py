@@ -77,7 +77,7 @@ FEW_TUNE = {f"sus-alpha={alpha}": f"sus {QUERY} --kl 0.05 --alpha {alpha}" for a
 WAYS = f"{GROUP} --kl 0.03 --alpha 4"  # many-sus-tune chose it
 MANY = {"sus": f"sus {WAYS}", "grpo-kl-0.1": MANY_TUNE["grpo-kl-0.1"],
         "grpo-kl-0.2": MANY_TUNE["grpo-kl-0.2"], "focal": MANY_TUNE["focal-kl-0.1"],
-        **controls(WAYS)}
+        "passk": MANY_TUNE["passk-kl-0.003"], **controls(WAYS)}
 BEST = f"{GROUP} --kl 0.05 --alpha 4"  # results/few-sus-tune.jsonl
 FEW = {"sus": f"sus {BEST}", "grpo-kl-0.1": FEW_TUNE["grpo-kl-0.1"],
        "focal": FEW_TUNE["focal-alpha=8"], "passk": FEW_TUNE["passk-kl-0.0"],
