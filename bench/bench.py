@@ -3,6 +3,7 @@
     pip install -r requirements-bench.txt       the peers: TRL, PEFT, accelerate
     python -m bench.bench                       everything; the ratios go to bench.json
     python -m bench.bench --parts rollout,step  some of it; the rest of bench.json stays
+    python -m bench.bench --device cuda         no peers: what this code gets out of a GPU
 
 Rows named `tiny` are about the default Countdown step of train.py. All others are about a model of
 SmolLM2's shape, 135 million parameters, with random weights: 2 or 8 prompts of 35 or 150 tokens,
@@ -20,6 +21,7 @@ from timeit import timeit
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from bench import device
 from bench.peers import ask
 from support import files, tiny
 from support.config import Config, flag, guard, parse
@@ -114,10 +116,13 @@ class Request:
     folder: str = flag(".", "where bench.json goes")
     cache: str = flag("cache", "folder of the tiny base model")
     rounds: int = flag(3, "how often the sides take turns", low=1, high=200)
+    device: str = flag("", "only run bench.device, there: auto, cpu, cuda or mps")
 
 
 def main(argv: list[str] | None = None) -> None:
     request, _ = parse(Request, __doc__, argv)
+    if request.device:
+        return device.main(["--device", request.device])
     parts, file = request.parts.split(","), Path(request.folder) / "bench.json"
     with guard(), tempfile.TemporaryDirectory() as folder:
         unknown = sorted(set(parts) - PARTS.keys())

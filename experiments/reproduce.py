@@ -195,7 +195,7 @@ def plan(request: Request, output: Path) -> dict[Path, list[str]]:
 
 def is_trained(folder: Path, flags: list[str]) -> bool:
     """Whether a run's last evaluation is there; refuses a run that was made with other settings."""
-    wanted, _ = parse(Config, "", flags)
+    wanted = checkpoint.settle(parse(Config, "", flags)[0], set())
     saved = checkpoint.read_config(folder) or wanted
     names = vars(wanted).keys() - checkpoint.CHANGEABLE | {"steps", "cache"}
     different = [name for name in sorted(names) if getattr(saved, name) != getattr(wanted, name)]

@@ -3,7 +3,7 @@ import json
 
 import pytest
 
-from bench import device
+from bench import bench, device
 
 SMALL = ["--device", "cpu", "--model", "tiny", "--problems", "2", "--samples", "2",
          "--prompt-tokens", "8", "--new-tokens", "4"]
@@ -41,3 +41,10 @@ def test_a_context_that_is_too_short_is_one_line(capsys):
         device.main([*SMALL, "--prompt-tokens", "200"])
     error = capsys.readouterr().err
     assert stopped.value.code == 2 and "context of 128" in error and error.count("\n") == 1
+
+
+def test_bench_hands_a_device_over(monkeypatch):
+    asked = []
+    monkeypatch.setattr(device, "main", asked.append)
+    bench.main(["--device", "mps"])
+    assert asked == [["--device", "mps"]]

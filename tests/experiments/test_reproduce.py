@@ -44,6 +44,17 @@ def test_a_finished_run_of_other_settings_is_refused(tmp_path):
             reproduce.is_trained(folder, [*flags, f"--{name}", value])
 
 
+def test_a_run_keeps_the_absolute_path_of_a_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("few.jsonl").write_text("")
+    flags = ["--data", "few.jsonl", "--steps", "3"]
+    (tmp_path / "sus-1").mkdir()
+    config = replace(config_of(flags), data=str(tmp_path / "few.jsonl"))
+    (tmp_path / "sus-1/config.json").write_text(json.dumps(asdict(config)))
+    (tmp_path / "sus-1/evaluations.jsonl").write_text('{"step": 3}\n')
+    assert reproduce.is_trained(tmp_path / "sus-1", flags)
+
+
 def test_quick_is_a_part_of_its_own(capsys, tmp_path):
     with pytest.raises(SystemExit) as stopped:
         reproduce.main(["--quick", "--part", "few-tune", "--folder", str(tmp_path)])
