@@ -59,9 +59,9 @@ class Rules:
         return len(different) >= self.solutions
 
 
-COUNTDOWN = {"countdown": Rules(3), "countdown4": Rules(4), "countdown-many": Rules(3, solutions=2),
-             "countdown-calculations": Rules(3, 2, 30, use_all=False, solutions=2,
-                                   calculations=True)}
+COUNTDOWN = {
+    "countdown": Rules(3), "countdown4": Rules(4), "countdown-many": Rules(3, solutions=2),
+    "countdown-calculations": Rules(3, 2, 30, use_all=False, solutions=2, calculations=True)}
 
 
 @dataclass(frozen=True)

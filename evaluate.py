@@ -67,6 +67,7 @@ class Evaluation:
     metrics: dict
     records: list[dict]  # per problem, its responses with what is known of each
     clustering: Clustering
+    features: Features
 
 
 def evaluate(policy: Policy, problems: list, config: Config, clustering: Clustering | None = None,
@@ -101,7 +102,7 @@ def evaluate(policy: Policy, problems: list, config: Config, clustering: Cluster
     metrics = measure(problems, groups, clusters, seed)
     metrics |= {"data": config.data, "split": config.eval_split,
                 "temperature": config.eval_temperature}
-    return Evaluation(metrics, records, clustering)
+    return Evaluation(metrics, records, clustering, features)
 
 
 def count_labels(labels: list[list]) -> tuple[list, Tensor]:
@@ -194,6 +195,15 @@ def load_run(policy: Policy, folder: Path) -> tuple[Clustering | None, int]:
         parallel.say(f"warning: no checkpoint of {folder} tells its step and its base model")
     lora.load(policy.model, folder / "adapter")
     return Clustering.load_if_there(folder, policy.model), step
+
+
+def open_run(folder: Path) -> tuple[Policy, Clustering | None, int]:
+    """A run's policy with the run's settings, its clustering, and its step."""
+    config = checkpoint.require_run(folder)
+    policy = sample.open_policy(tiny.find_base(config, may_build=False), config)
+    clustering, step = load_run(policy, folder)
+    accelerate(policy.model)
+    return policy, clustering, step
 
 
 def evaluate_path(request: Request, given: set[str]) -> None:

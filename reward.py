@@ -133,7 +133,7 @@ def sus(signals: Signals, config: Config) -> Tensor:
 
 def ss_only(signals: Signals, config: Config) -> Tensor:
     """The paper's ablation without SuS."""
-    return config.lambda_ss * paid_parts(signals, config)[0]
+    return config.lambda_ss * parts(signals, config)[0]
 
 
 def sus_only(signals: Signals, config: Config) -> Tensor:
@@ -204,7 +204,6 @@ def augment(correct: Tensor, intrinsic: Tensor, config: Config, step: int) -> Te
         raise ValueError(f"--method {config.method} gave a number that is not finite")
     if config.bonus == "added":
         return correct + bonus
-    earns &= correct > 0
     weights = (1 + bonus).clamp(min=0.0)  # no correct response earns less than a wrong one
     paid = parallel.gather(weights[earns])
     scale = paid.mean() if paid.any() else 1.0

@@ -1,7 +1,7 @@
 """How near this code comes to what a device can do, in numbers that can be compared.
 
     python -m bench.device                  the paper's shape, Qwen2.5-1.5B, with random weights
-    python -m bench.device --model tiny     a quick look
+    python -m bench.device --model tiny --prompt-tokens 64      a quick look
 
 Prints milliseconds and the shares of memory bandwidth and matmul rate that sampling and the update
 reach, and one JSON line: please paste it into an issue, whatever it says.
@@ -70,13 +70,14 @@ def device_rates(device: str, dtype: torch.dtype) -> tuple[float, float]:
 def measure(request: Request) -> dict:
     device = hub.find_device(request.device)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    model, (bandwidth, rate) = make_model(request, device, dtype), device_rates(device, dtype)
-    shape, rows, new = model.config, request.problems * request.samples, request.new_tokens
-    prompts = [[1] * request.prompt_tokens] * request.problems
-    config = Config(samples=request.samples, micro_batch=request.micro_batch, kl=0.0)
+    shape = budget.find_shape(request.model)
+    rows, new = request.problems * request.samples, request.new_tokens
     if request.prompt_tokens + new > shape.context:
         raise ValueError(f"{request.model} has a context of {shape.context} tokens: lower "
                          "--prompt-tokens or --new-tokens")
+    model, (bandwidth, rate) = make_model(request, device, dtype), device_rates(device, dtype)
+    prompts = [[1] * request.prompt_tokens] * request.problems
+    config = Config(samples=request.samples, micro_batch=request.micro_batch, kl=0.0)
 
     def generate() -> sample.Rollout:  # to the last token, since no token ends a response
         return sample.generate(model, prompts, request.samples, new, 1.0, (-1,), sample.seeded(0))

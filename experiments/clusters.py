@@ -8,35 +8,24 @@ the page shows each of these with both of its clusters, and, where the task has 
 """
 import argparse
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 import data
 import evaluate
-import sample
-from support import checkpoint, clustering, tiny
+from support.clustering import Clustering
 from support.config import Parser, guard
-from support.fast import accelerate
 
 
 def cluster_twice(folder: Path, count: int) -> list[dict]:
     """A run's records on test problems; each response has `cluster` and `untrained`."""
-    config = checkpoint.read_config(folder)
-    if config is None:
-        raise ValueError(f"{folder} is not a run of train.py")
-    policy = sample.open_policy(tiny.find_base(config, may_build=False), config)
-    evaluate.load_run(policy, folder)
-    accelerate(policy.model)
-    config = replace(config, eval_split="test")
-    problems = data.load(config.data, "test", count)
-    records = evaluate.evaluate(policy, problems, config).records
-    epochs, clustering.EPOCHS = clustering.EPOCHS, 0  # the same responses, and a head that is new
-    again = evaluate.evaluate(policy, problems, config).records
-    clustering.EPOCHS = epochs
-    for record, other in zip(records, again):
-        for response, twin in zip(record["responses"], other["responses"]):
-            response["untrained"] = twin["cluster"]
-    return records
+    policy, _, _ = evaluate.open_run(folder)
+    problems = data.load(policy.config.data, "test", count)
+    found = evaluate.evaluate(policy, problems, policy.config)
+    untrained, _ = Clustering.fit(found.features, epochs=0).read(found.features)
+    for record, clusters in zip(found.records, untrained.tolist()):
+        for response, cluster in zip(record["responses"], clusters):
+            response["untrained"] = cluster
+    return found.records
 
 
 def make_page(records: list[dict], count: int) -> str:

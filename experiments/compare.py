@@ -196,14 +196,14 @@ def as_table(head: list[str], rows: list[list[str]]) -> str:
 
 def settings_table(curves: Curves, validation: Curves) -> str:
     """Every setting at its own temperatures."""
-    rows = []
+    rows, most = [], max(map(len, curves.values()))
     for name, seeds in curves.items():
         cells = []
         for measure in known(curves, MEASURES):
             temperature = choose_temperature(validation[name], measure)
             values = list(values_at(seeds, measure, temperature).values())
             cells.append(f"{percent(values)} (T {temperature:g})")
-        rows.append([name, *cells])
+        rows.append([name if len(seeds) == most else f"{name} ({len(seeds)} seeds)", *cells])
     return as_table(["per cent", *known(curves, MEASURES)], rows)
 
 

@@ -214,7 +214,7 @@ def next_command(folder: Path, flags: list[str], part: Part) -> list | None:
     setting, _, seed = folder.name.rpartition("-")
     has_base = setting == next(iter(part.settings)) and int(seed) - part.first_seed < part.bases
     for base in (False, True) if has_base else (False,):
-        if not all(temperatures.find_measured(folder, split, part.problems, base, part.at)
+        if not all(temperatures.is_measured(folder, split, part.problems, base, part.at)
                    for split in part.splits):
             return [*measure, *(["--base"] if base else [])]
     return None
@@ -274,7 +274,7 @@ def main(argv: list[str] | None = None) -> None:
             tiny.find_tiny(part.task, find_cache(request, base), seed=base)
         jobs = plan(request, output)
         run_all(jobs, part, request.workers)
-        lines = temperatures.read_measures(list(jobs), part.splits)
+        lines = temperatures.read_measures(list(jobs), part.splits, part.at)
         files.write_lines(output / "measures.jsonl", lines)
         table = f"{request.steps} steps, {compare.make_tables(lines, part.goals)}"
         files.write_text(output / "tables.md", table)

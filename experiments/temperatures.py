@@ -17,12 +17,10 @@ from tqdm import tqdm
 import data
 import evaluate
 import lora
-import sample
 from experiments import compare
 from experiments.compare import SPLITS
-from support import checkpoint, files, tiny
+from support import checkpoint, files
 from support.config import Parser, guard
-from support.fast import accelerate
 
 TEMPERATURES = (0.2, 0.4, 0.7, 1.0, 1.3)
 KEPT = (*compare.MEASURES, "strategy_choice", "strategy_entropy", "cluster_entropy", "distinct")
@@ -36,40 +34,46 @@ def read_file(folder: Path, base: bool) -> tuple[Path, list[dict]]:
 
 def find_measured(folder: Path, split: str, count: int, base: bool = False,
                   at: tuple[float, ...] = TEMPERATURES) -> list[dict]:
-    """The lines of a run on so many problems of a split, if it was measured as it is now."""
+    """A run's lines on so many problems of a split, those that were measured as it is now."""
     _, lines = read_file(folder, base)
     step = checkpoint.find_step(folder, {})
-    found = [line for line in lines
-             if (line["split"], line.get("asked"), line.get("step")) == (split, count, step)]
-    return found if [line["temperature"] for line in found] == list(at) else []
+    return [line for line in lines if line["temperature"] in at and (
+        line["split"], line.get("asked"), line.get("step")) == (split, count, step)]
+
+
+def is_measured(folder: Path, split: str, count: int, base: bool = False,
+                at: tuple[float, ...] = TEMPERATURES) -> bool:
+    return len(find_measured(folder, split, count, base, at)) == len(at)
 
 
 def measure_run(folder: Path, splits: list[str], count: int, base: bool = False,
                 at: tuple[float, ...] = TEMPERATURES) -> None:
-    """Write a run's lines on so many problems of each split, unless they are there."""
-    config = checkpoint.read_config(folder)
-    if config is None:
-        raise ValueError(f"{folder} is not a run of train.py")
-    missing = [split for split in splits if not find_measured(folder, split, count, base, at)]
-    if not missing:
+    """Write a run's lines on so many problems of each split, but for those that are there."""
+    checkpoint.require_run(folder)
+    if all(is_measured(folder, split, count, base, at) for split in splits):
         return
-    policy = sample.open_policy(tiny.find_base(config, may_build=False), config)
-    clustering, step = evaluate.load_run(policy, folder)
-    if step < config.steps:
-        print(f"note: {folder} has {step} of its {config.steps} steps")
-    accelerate(policy.model)
-    for split in missing:
-        problems, lines = data.load(config.data, split, count), []
+    policy, clustering, step = evaluate.open_run(folder)
+    if step < policy.config.steps:
+        print(f"note: {folder} has {step} of its {policy.config.steps} steps")
+    for split in splits:
+        problems = data.load(policy.config.data, split, count)
         for temperature in tqdm(at, f"{folder.name}, {split}", leave=False):
-            here = replace(config, eval_split=split, eval_samples=16, eval_temperature=temperature)
+            if find_measured(folder, split, count, base, (temperature,)):
+                continue
+            config = replace(policy.config, eval_split=split, eval_samples=16,
+                             eval_temperature=temperature)
             with lora.disabled(policy.model) if base else nullcontext():
-                found = evaluate.evaluate(policy, problems, here, clustering)
-            lines.append({"step": step, "asked": count, **found.metrics})
-        file, known = read_file(folder, base)
-        files.write_lines(file, [line for line in known if line["split"] != split] + lines)
+                found = evaluate.evaluate(policy, problems, config, clustering)
+            new = {"step": step, "asked": count, **found.metrics}
+            file, known = read_file(folder, base)
+            kept = [line for line in known if line["split"] != split or (
+                line["asked"], line["step"]) == (count, step)]
+            files.write_lines(file, sorted([*kept, new], key=lambda line: (
+                SPLITS.index(line["split"]), line["temperature"])))
 
 
-def read_measures(folders: list[Path], splits: tuple[str, ...] = SPLITS) -> list[dict]:
+def read_measures(folders: list[Path], splits: tuple[str, ...] = SPLITS,
+                  at: tuple[float, ...] | None = None) -> list[dict]:
     """What was measured of runs and of their base models, in short lines with name and seed."""
     found = {}
     for folder in folders:
@@ -79,7 +83,8 @@ def read_measures(folders: list[Path], splits: tuple[str, ...] = SPLITS) -> list
         names = {False: compare.setting_name(folder, config.data), True: "base model"}
         for base, name in names.items():
             for line in read_file(folder, base)[1]:
-                if line["split"] in splits and line.get("step") == step:
+                is_asked = line["split"] in splits and (at is None or line["temperature"] in at)
+                if is_asked and line.get("step") == step:
                     short = {key: line[key] for key in ("split", "temperature", "problems",
                                                         "samples")}
                     measures = {key: round(line[key], 5) for key in KEPT if line[key] is not None}
@@ -103,11 +108,12 @@ def main(argv: list[str] | None = None) -> None:
         if arguments.problems < 1:
             raise ValueError(f"--problems {arguments.problems}: expected 1 or more")
         at = tuple(sorted(set(arguments.at)))
-        if at[0] < 0:
-            raise ValueError(f"--at {at[0]:g}: expected temperatures of 0 or more")
+        if not all(t == 0 or 1e-6 <= t < 1e9 for t in at):
+            raise ValueError("--at: expected temperatures, each 0, which is greedy, or at least "
+                             "1e-6")
         for folder in arguments.runs:
             measure_run(folder, arguments.splits, arguments.problems, arguments.base, at)
-        lines = read_measures(arguments.runs, tuple(arguments.splits))
+        lines = read_measures(arguments.runs, tuple(arguments.splits), at)
         if arguments.output:
             files.write_lines(arguments.output, lines)
         print(compare.make_tables(lines))

@@ -42,6 +42,13 @@ def read_config(folder: Path) -> Config | None:
     return from_saved(Config, saved, str(file)) if "method" in saved else None
 
 
+def require_run(folder: Path) -> Config:
+    config = read_config(folder)
+    if config is None:
+        raise ValueError(f"{folder} is not a run of train.py")
+    return config
+
+
 def write_config(config: Config) -> None:
     if parallel.is_leader():
         file = Path(config.run) / "config.json"

@@ -57,13 +57,14 @@ class Clustering(nn.Module):
             self.register_buffer(name, torch.zeros(shape))
 
     @classmethod
-    def fit(cls, features: Features) -> "Clustering":
+    def fit(cls, features: Features, epochs: int | None = None) -> "Clustering":
         """Learn to tell the responses of B problems apart, then cluster them. No label is used."""
         B, G, size = features.response.shape
         device = features.response.device
         strategist = Strategist(size, Config(samples=G), recent=B).to(device)
         strategist.remember(features, torch.zeros(B, G, device=device))
-        strategist.learn(EPOCHS * math.ceil(B / BATCH), torch.Generator().manual_seed(0))
+        epochs = EPOCHS if epochs is None else epochs
+        strategist.learn(epochs * math.ceil(B / BATCH), torch.Generator().manual_seed(0))
         clustering = cls(size).to(device)
         clustering.head.load_state_dict(strategist.PSE.state_dict())
         clustering.norm.load_state_dict(strategist.response_norm.state_dict())

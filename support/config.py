@@ -55,9 +55,8 @@ class Config:
     cache: str = flag("cache", "folder for the tiny base model")
 
     data: str = flag("countdown-many", "countdown-many, countdown-calculations, countdown, "
-                     "countdown4, gsm8k, a JSONL file "
-                     "or folder with questions and answers, or module:function",
-                     group="The problems")
+                     "countdown4, gsm8k, a JSONL file or folder with questions and answers, or "
+                     "module:function", group="The problems")
     prompt: str = flag("auto", "chat uses the tokenizer's chat template, plain does not, auto does "
                        "if there is one", choices=("auto", "plain", "chat"))
     system: str = flag("", "system text of the chat")
@@ -77,7 +76,8 @@ class Config:
     bonus: str = flag("scaled", "r = c + alpha r_int, or correct responses scaled by 1 + alpha "
                       "r_int over its mean, which only redistributes", choices=("added", "scaled"))
     gate: str = flag("correct", "who may earn a bonus: correct responses, correct ones in groups "
-                     "that are partly right, all responses of such groups, or (none) all",
+                     "that are partly right; with --bonus added also all responses of such "
+                     "groups, or (none) all responses",
                      choices=("correct", "mixed", "group", "none"))
     reading: str = flag("algorithm", "SS and SuS as in the paper's Algorithm 1, or in Eq. 2 and 3",
                         choices=("algorithm", "equations"))

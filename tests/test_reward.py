@@ -206,14 +206,6 @@ def test_a_scaled_bonus_redistributes_among_those_who_earn():
     torch.testing.assert_close(rewards, expected)
 
 
-@pytest.mark.parametrize("gate", ["group", "none"])
-def test_a_scaled_bonus_is_for_correct_responses_whatever_the_gate(gate):
-    correct = torch.tensor([[1.0, 1.0, 0.0]])
-    config = Config(alpha=1.0, alpha_decay=0.0, bonus="scaled", gate=gate)
-    rewards = reward.augment(correct, torch.tensor([[2.0, 0.0, 50.0]]), config, 0)
-    torch.testing.assert_close(rewards, torch.tensor([[1.5, 0.5, 0.0]]))
-
-
 @pytest.mark.parametrize("bonus, words", [
     (torch.ones(6), "shape"), (torch.ones(2, 1), "shape"), ([[1.0] * 3] * 2, "shape"),
     (1.0, "shape"), (None, "shape"), (torch.full((2, 3), math.nan), "not finite")])

@@ -94,10 +94,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--sample", type=int, default=0, help="only so many, drawn at random")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="side by side")
     arguments = parser.parse_args(argv)
+    if not (ROOT / arguments.file).is_file() or arguments.workers < 1:
+        parser.error("expected a file of the repository, and one worker or more")
     text = (ROOT / arguments.file).read_text()
     breakages = sorted(find_breakages(text))
     if arguments.sample:
-        random.shuffle(breakages)
+        random.Random(0).shuffle(breakages)
         breakages = sorted(breakages[:arguments.sample])
     # A broken data.py or model.py must not build a base model of its own.
     build = "from tests.conftest import build_cache; print(build_cache(steps=100).parent)"

@@ -1,8 +1,11 @@
 """The page of clusters: the same responses twice, the most varied problems first."""
 import pytest
 
+import data
+import evaluate
+import lora
 from experiments import clusters
-from support import clustering
+from support.clustering import Clustering
 from tests.test_train import quick_world, run  # noqa: F401 (a fixture)
 
 
@@ -25,13 +28,20 @@ def test_a_page_shows_the_different_correct_responses_by_hand():
 
 
 def test_a_runs_responses_are_clustered_twice(cache, tmp_path, capsys):
-    folder = run(tmp_path / "mine", cache, "--steps", "1", "--gate", "none")
-    epochs = clustering.EPOCHS
+    folder = run(tmp_path / "mine", cache, "--steps", "2", "--gate", "none", "--learning-rate",
+                 "0.1")
+    policy, _, _ = evaluate.open_run(folder)
+    assert all(each.any() for name, each in lora.parameters(policy.model).items()
+                          if "lora_B" in name)  # the trained policy, not its base model
+    found = evaluate.evaluate(policy, data.load("countdown-many", "test", 6), policy.config)
     records = clusters.cluster_twice(folder, 6)
-    assert clustering.EPOCHS == epochs
-    assert len(records) == 6
     responses = [each for record in records for each in record["responses"]]
-    assert any(each["cluster"] != each["untrained"] for each in responses)
+    untrained = [each.pop("untrained") for each in responses]
+    assert records == found.records
+    untrained_clustering = Clustering.fit(found.features, epochs=0)
+    assert untrained == untrained_clustering.read(found.features)[0].flatten().tolist()
+    assert untrained != [each["cluster"] for each in responses]
+    records = clusters.cluster_twice(folder, 6)
     capsys.readouterr()
     clusters.main([str(folder), "--problems", "6", "--show", "2"])
     assert capsys.readouterr().out.strip() == clusters.make_page(records, 2).strip()

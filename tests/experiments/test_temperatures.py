@@ -45,17 +45,17 @@ def test_a_run_is_measured_once_at_every_temperature(cache, tmp_path, capsys, mo
 def test_a_run_that_went_on_or_a_half_written_file_is_measured_again(cache, tmp_path, capsys):
     folder = run(tmp_path / "mine-7", cache, "--steps", "2", "--gate", "none", "--alpha-decay", "0")
     temperatures.measure_run(folder, ["validation"], 3)
-    assert temperatures.find_measured(folder, "validation", 3)
-    assert not temperatures.find_measured(folder, "test", 3)
-    assert not temperatures.find_measured(folder, "validation", 4)
+    assert temperatures.is_measured(folder, "validation", 3)
+    assert not temperatures.is_measured(folder, "test", 3)
+    assert not temperatures.is_measured(folder, "validation", 4)
     file = folder / "temperatures.jsonl"
     text = file.read_text()
     file.write_text("".join(text.splitlines(keepends=True)[:3]) + text[:40])
-    assert not temperatures.find_measured(folder, "validation", 3)
+    assert not temperatures.is_measured(folder, "validation", 3)
     temperatures.measure_run(folder, ["validation"], 3)
     assert file.read_text() == text
     train.main(["--run", str(folder), "--resume", "--steps", "3"])
-    assert not temperatures.find_measured(folder, "validation", 3)
+    assert not temperatures.is_measured(folder, "validation", 3)
 
 
 def test_base_models_are_measured_beside_their_runs(cache, policy, tmp_path, capsys):
@@ -95,11 +95,18 @@ def test_other_temperatures_are_measured_in_their_order(cache, tmp_path, capsys)
     lines = files.read_lines(folder / "temperatures.jsonl", key="split")
     assert [line["temperature"] for line in lines] == [0.5, 1.0]
     assert temperatures.find_measured(folder, "validation", 3, at=(0.5, 1.0)) == lines
-    assert not temperatures.find_measured(folder, "validation", 3)
-    capsys.readouterr()
-    with pytest.raises(SystemExit):
-        temperatures.main([*command, "-1"])
-    assert "expected temperatures of 0 or more" in capsys.readouterr().err
+    assert not temperatures.is_measured(folder, "validation", 3)
+    temperatures.main([*command, "0.7"])  # what was measured stays
+    kept = files.read_lines(folder / "temperatures.jsonl", key="split")
+    assert [line["temperature"] for line in kept] == [0.5, 0.7, 1.0]
+    assert [kept[0], kept[2]] == lines
+    short = temperatures.read_measures([folder], at=(0.5, 1.0))
+    assert [line["temperature"] for line in short] == [0.5, 1.0]
+    for wrong in ("-1", "1e-9", "nan", "inf"):
+        capsys.readouterr()
+        with pytest.raises(SystemExit):
+            temperatures.main([*command, wrong])
+        assert "--at: expected temperatures" in capsys.readouterr().err
 
 
 def test_only_runs_are_measured(tmp_path, capsys):

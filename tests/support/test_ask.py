@@ -2,10 +2,13 @@
 import builtins
 import re
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 
 import evaluate
+import lora
+import sample
 from data import Countdown, Question
 from support import ask, parallel
 from tests.test_train import quick_world, run  # noqa: F401 (a fixture)
@@ -138,3 +141,16 @@ def test_another_seed_gives_other_answers_and_a_problem_without_solution_is_told
         evaluate.main([str(folder), "--ask", "use 1,1 to make 99", "--seed", seed])
         pages.append(capsys.readouterr().out)
     assert pages[0] != pages[1] and "(it has no solution)" in pages[0]
+
+
+def test_the_base_model_answers_as_it_did_before_training(folder):
+    policy, clustering, step = evaluate.open_run(folder)
+    for name, adapter in lora.parameters(policy.model).items():
+        if "lora_B" in name:
+            adapter.data.normal_(0, 0.1)
+    problem, _ = ask.find_problem("countdown-many", "use 3,8,5 to make 19:")
+    before, after = ask.answer(problem, policy, clustering, step, evaluate.evaluate, 0).values()
+    assert before != after
+    bare = sample.open_policy(Path(policy.base), policy.config)
+    alone = evaluate.evaluate(bare, [problem], policy.config, clustering).records[0]["responses"]
+    assert before == alone

@@ -50,6 +50,8 @@ BAD = [
     (["--dtype", "int8"], "int8"), (["--alpha", "-1"], "--alpha"), (["--gate", "open"], "open"),
     (["--encoder", "./nowhere"], "./nowhere"), (["--alpha-decay", "1.5"], "--alpha-decay"),
     (["--learn-lambdas", "--method", "grpo"], "--learn-lambdas"),
+    (["--bonus", "scaled", "--gate", "none"], "--bonus added"),
+    (["--bonus", "scaled", "--gate", "group"], "--bonus added"),
     (["--learn-lambdas", "--method", "ss"], "--learn-lambdas"),
     (["--encoder", "./nowhere", "--method", "grpo"], "--encoder"),
     (["--problems", "9" * 11], "--problems"), (["--samples", "9" * 11], "--samples"),

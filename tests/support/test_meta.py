@@ -101,7 +101,9 @@ def test_a_gradient_that_is_not_finite_moves_nothing(bad):
 
 @pytest.mark.parametrize("settings", [
     {}, {"normalise": "std"}, {"gate": "correct"}, {"bonus": "scaled", "gate": "correct"},
-    {"bonus": "scaled", "gate": "mixed", "normalise": "std", "alpha": 4.0}], ids=str)
+    {"bonus": "scaled", "gate": "mixed", "normalise": "std", "alpha": 4.0},
+    {"bonus": "scaled", "gate": "correct", "alpha": 4.0, "alpha_decay": 1.0, "steps": 40,
+     "lambda_ss": 0.3, "lambda_sus": 1.7}], ids=str)
 def test_slopes_are_the_derivatives_of_the_advantages(settings):
     """Against autograd, through the rewards written out once more."""
     config = replace(CONFIG, **settings)
@@ -110,9 +112,10 @@ def test_slopes_are_the_derivatives_of_the_advantages(settings):
     signals = make_signals(correct, shift, success=0.25)
     ss, sus = shift, (correct - 0.25).abs()
     earns = reward.gate(correct, config.gate)
+    alpha = config.alpha * 0.75 if config.alpha_decay else config.alpha  # step 10 of 40
 
     def advantages(weights):
-        bonus = config.alpha * earns * (weights[0] * ss + weights[1] * sus)
+        bonus = alpha * earns * (weights[0] * ss + weights[1] * sus)
         rewards = correct + bonus
         if config.bonus == "scaled":
             mean = ((1 + bonus) * earns).sum() / earns.sum()
@@ -122,8 +125,9 @@ def test_slopes_are_the_derivatives_of_the_advantages(settings):
             centred = centred / (rewards.std(1, keepdim=True) + 1e-4)
         return centred * (rewards.amax(1, keepdim=True) > rewards.amin(1, keepdim=True))
 
-    expected = torch.autograd.functional.jacobian(advantages, torch.ones(2)).unbind(-1)
-    slopes = LearnedLambdas(config, 1).slopes(signals, config, 0)
+    weights = torch.tensor([config.lambda_ss, config.lambda_sus])
+    expected = torch.autograd.functional.jacobian(advantages, weights).unbind(-1)
+    slopes = LearnedLambdas(config, 1).slopes(signals, config, 10)
     assert sum(slope.abs().sum() for slope in slopes) > 0
     for slope, wanted in zip(slopes, expected):
         torch.testing.assert_close(slope, wanted, atol=2e-3, rtol=2e-3)
