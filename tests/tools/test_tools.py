@@ -1,6 +1,5 @@
 """The scripts beside the product."""
 import json
-import re
 import subprocess
 import sys
 import zipfile
@@ -9,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-import data
 import evaluate
 from support.answers import read_pairs
 from tools import asdiv, mutants
@@ -20,48 +18,6 @@ TOOLS = Path(__file__).parents[2] / "tools"
 def call(name, *arguments):
     return subprocess.run([sys.executable, TOOLS / name, *map(str, arguments)],
                           capture_output=True, text=True)
-
-
-def test_word_problems_are_different_small_and_solvable(tmp_path):
-    done = call("word_problems.py", tmp_path / "p.jsonl", 400)
-    assert done.returncode == 0 and "400 problems" in done.stdout
-    call("word_problems.py", tmp_path / "again.jsonl", 400)
-    assert (tmp_path / "p.jsonl").read_bytes() == (tmp_path / "again.jsonl").read_bytes()
-    lines = [json.loads(line) for line in (tmp_path / "p.jsonl").read_text().splitlines()]
-    assert len({line["question"] for line in lines}) == 400
-    for line in lines:
-        a, b = map(int, re.findall(r"\d+", line["question"]))
-        assert max(a, b) < 20
-        assert int(line["answer"]) in (a + b, abs(a - b), a * b)
-    problems = data.load(str(tmp_path / "p.jsonl"), "train", 0)
-    assert len(problems) > 200
-    assert problems[0].judge(f"It is {problems[0].answer}.") == 1.0
-
-
-def test_a_story_asks_for_its_answer(tmp_path):
-    call("word_problems.py", tmp_path / "p.jsonl", 400)
-    words = {"together": int.__add__, "gave": int.__sub__, "boxes": int.__mul__}
-    seen = set()
-    for line in map(json.loads, (tmp_path / "p.jsonl").read_text().splitlines()):
-        a, b = map(int, re.findall(r"\d+", line["question"]))
-        for word in words.keys() & set(re.findall(r"\w+", line["question"])):
-            assert int(line["answer"]) == words[word](a, b), line
-            seen.add(word)
-    assert seen == words.keys()
-
-
-@pytest.mark.parametrize("arguments, reason", [
-    ((), "python tools/word_problems.py"), (("--help",), "python tools/word_problems.py"),
-    (("taken.jsonl",), "exists"), (("nowhere/p.jsonl",), "No such file"),
-    (("p.jsonl", "0"), "1 to 100000"), (("p.jsonl", "many"), "many"),
-    (("p.jsonl", "5", "6"), "python tools/word_problems.py")])
-def test_word_problems_say_what_is_wrong(arguments, reason, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("taken.jsonl").write_text("mine")
-    done = call("word_problems.py", *arguments)
-    assert done.returncode == 1 and reason in done.stderr and "Traceback" not in done.stderr
-    assert [file.name for file in tmp_path.iterdir()] == ["taken.jsonl"]
-    assert Path("taken.jsonl").read_text() == "mine"
 
 
 @pytest.mark.parametrize("arguments, reason", [
@@ -128,6 +84,15 @@ def test_asdiv_is_read_from_a_wheel(tmp_path, capsys):
     assert "2 problems" in capsys.readouterr().out
     assert read_pairs(output) == [("Ann has 3 balls. How many?", 3),
                                   ("A sum. How much?", Fraction("1250.50"))]
+    one_step = [("2 pens and 3.5 pens?", "5.5"), ("3 from 10?", "7"), ("9 from 4?", "-5"),
+                ("6 by 1,000?", "6000"), ("12 for 4?", "3"), ("4 in 12?", "3")]
+    others = [("2 and 3?", "4"), ("2, 3 and 5?", "5"), ("Two and 3?", "5"), ("0 and 3?", "3")]
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr(asdiv.MEMBER, "\n".join(json.dumps(
+            {"passage": "", "question": text, "answer": answer})
+            for text, answer in one_step + others))
+    asdiv.main(["--one-step", str(wheel), str(output)])
+    assert [text for text, _ in read_pairs(output)] == [text for text, _ in one_step]
     (tmp_path / "empty.whl").write_text("")
     for arguments in ([str(wheel)], [str(tmp_path / "empty.whl"), str(output)],
                       [str(tmp_path / "none"), str(output)]):
