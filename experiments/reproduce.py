@@ -12,7 +12,7 @@ few                  SuS, rivals, controls           countdown                20
 few-again            SuS, GRPO, controls             countdown                25, 55
 four                 SuS and rivals                  countdown4               0, 70
 calculations         SuS, rivals, controls           countdown-calculations   5, 60
-text                 SuS and rivals                  asdiv.jsonl, SmolLM2     -, 80
+text                 SuS and rivals                  word problems, SmolLM2    -, 80
 
 many-tune, few-tune, calculations-tune (base models and seeds from 0) and many-sus-tune (base models
 from 10, seeds from 30) chose the settings on validation problems; the parts above report on test
@@ -115,11 +115,12 @@ OTHERS = {"sus": MANY["sus"]} | {
     "literal": "sus --bonus added --alpha 0.3 --alpha-decay 0 --sus-baseline none --gate correct "
                "--expectation query --normalise std --strategy-warmup 0 --strategy-updates 1 "
                "--kl 0.03"}
-# Three worked examples instead of a chat; bf16 is twice as fast on a CPU that has it.
+# Worked examples instead of a chat; bf16 is twice as fast on a CPU that has it.
 TEXT_FLAGS = ["--model", "models/smollm2", "--prompt", "plain", "--stop", "\\n", "--instruction",
               Path(__file__).parents[1].joinpath("tools/shots.txt").read_text().strip(),
               *"--dtype bfloat16 --max-new-tokens 24 --problems 8 --micro-batch 8 --kl 0 "
-               "--learning-rate 3e-4 --eval-problems 32 --eval-temperature 0.7".split()]
+               "--learning-rate 1e-4 --temperature 0.7 --eval-problems 32 "
+              "--eval-temperature 0.7".split()]
 TEXT = {"sus": f"sus {GROUP} --alpha 4 --strategy-warmup 64", "grpo": "grpo",
         "passk": f"{OTHER}passk {PASSK}"}
 
@@ -153,8 +154,8 @@ PARTS = {
                  first_seed=70),
     "calculations": Part(CALCULATIONS, "countdown-calculations", BOTH, first_seed=60, first_base=5,
                          problems=340, goals=WAYS_KEPT),
-    "text": Part(TEXT, "asdiv.jsonl", BOTH, first_seed=80, bases=1, problems=100, goals=SOLVED,
-                 flags=tuple(TEXT_FLAGS), at=(0.4, 0.7, 1.0)),
+    "text": Part(TEXT, "asdiv-one-step.jsonl", BOTH, first_seed=80, bases=1, problems=85,
+                 goals=SOLVED, flags=tuple(TEXT_FLAGS), at=(0.4, 0.7, 1.0)),
     "many-tune": Part(MANY_TUNE),
     "many-sus-tune": Part(MANY_SUS_TUNE, first_seed=30, first_base=10),
     "few-tune": Part(FEW_TUNE, "countdown"),
