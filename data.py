@@ -204,6 +204,9 @@ def find_task(name: str):
         return lambda split: [Question(*pair) for pair in read_gsm8k(split)]
     if name and Path(name).exists():
         return lambda split: [Question(*pair) for pair in read_split(Path(name), split, split_of)]
+    if "/" in name or name.endswith(".jsonl"):
+        raise ValueError(f"--data {name}: there is no such file or folder; if it has moved, edit "
+                         "its path in the run's config.json")
     return import_function("--data", name, f"{', '.join(COUNTDOWN)}, gsm8k, a JSONL file or "
                            "folder with questions and answers")
 
@@ -220,8 +223,10 @@ def load(name: str, split: str, count: int = 0, seed: int = 0) -> list:
     if not problems:
         raise ValueError(f"{name} has no {split} problems: a folder needs a file {split}.jsonl, a "
                          "single file is divided by a hash of its questions")
-    if not all(hasattr(problem, "prompt") and hasattr(problem, "judge") for problem in problems):
-        raise ValueError(f"--data {name}: each problem needs a prompt and a judge")
+    if not all(isinstance(getattr(problem, "prompt", None), str) and hasattr(problem, "judge")
+               for problem in problems):
+        raise ValueError(f"--data {name}: each problem needs a prompt, which is a text, and a "
+                         "judge")
     if len(problems) < count:
         parallel.say(f"note: {name} has {len(problems)} {split} problems, not {count}")
     return problems[:count or None]

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -55,8 +56,9 @@ def correctness(problems: list, responses: list[str]) -> Tensor:
     """c (B, G) in {0, 1}: every problem judges its own responses."""
     samples = len(responses) // len(problems)
     judged = [problems[n // samples].judge(response) for n, response in enumerate(responses)]
-    if not set(judged) <= {0, 1}:
-        raise ValueError(f"a judge gave {(set(judged) - {0, 1}).pop()!r}, expected 1.0 or 0.0")
+    odd = [verdict for verdict in judged if verdict not in (0, 1)]
+    if odd:
+        raise ValueError(f"a judge gave {odd[0]!r}, expected 1.0 or 0.0")
     return torch.tensor(judged, dtype=torch.float32).view(len(problems), samples)
 
 
@@ -160,7 +162,10 @@ def find_method(name: str) -> Method:
 
     A class is made by train.py with (size of the features, config), and its state is checkpointed.
     """
-    return METHODS.get(name) or import_function("--method", name, ", ".join(METHODS))
+    found = METHODS.get(name) or import_function("--method", name, ", ".join(METHODS))
+    if isinstance(found, type) and not issubclass(found, nn.Module):
+        raise ValueError(f"--method {name}: a class must be an nn.Module")
+    return found
 
 
 def gate(correct: Tensor, name: str) -> Tensor:
@@ -195,9 +200,10 @@ def augment(correct: Tensor, intrinsic: Tensor, config: Config, step: int) -> Te
     weakens the KL penalty, since AdamW ignores the scale of a loss; these weights only
     redistribute, so that the penalty keeps its meaning.
     """
-    if getattr(intrinsic, "shape", None) != correct.shape:
+    if not isinstance(intrinsic, Tensor) or intrinsic.shape != correct.shape:
         raise ValueError(f"--method {config.method} gave {getattr(intrinsic, 'shape', intrinsic)}, "
                          f"expected a tensor of shape {tuple(correct.shape)}")
+    intrinsic = intrinsic.detach().to(correct)
     earns = gate(correct, config.gate) > 0
     bonus = alpha_at(step, config) * torch.where(earns, intrinsic, 0.0)
     if not bonus.isfinite().all():

@@ -16,7 +16,7 @@ KEEP_ASKING = "-"  # --ask without a text
 WIDTH = 80  # of a terminal
 MOST = 6  # different responses of each model
 COUNTDOWN = re.compile("use ([0-9]{1,4}(?:, ?[0-9]{1,4}){1,3}) to make ([0-9]{1,5}) ?:?", re.I)
-EXAMPLE = "use 3,8,5 to make 19:"
+EXAMPLE = "use 2,15,2 to make 11:"
 
 
 def find_problem(task: str, text: str) -> tuple:
@@ -25,8 +25,8 @@ def find_problem(task: str, text: str) -> tuple:
     if task in data.COUNTDOWN:
         found = COUNTDOWN.fullmatch(text)
         if not found:
-            raise ValueError(f"{text!r} is no such problem: expected up to four numbers, such as "
-                             f'"{EXAMPLE}"')
+            raise ValueError(f"{text[:60]!r} is no such problem: expected two to four numbers, as "
+                             f'in "{EXAMPLE}"')
         numbers = tuple(map(int, found[1].split(",")))
         return data.Countdown(numbers, int(found[2]), data.COUNTDOWN[task]), True
     for split in ("test", "train", "validation"):
@@ -95,8 +95,8 @@ def talk(text: str, policy, clustering, step: int, evaluate, seed: int) -> None:
     while True:
         if keep_asking:
             try:
-                example = f" such as {EXAMPLE}" if task in data.COUNTDOWN else ""
-                text = input(f"\nyour problem{example} (nothing to stop)\n> ")
+                example = f', such as "{EXAMPLE}"' if task in data.COUNTDOWN else ""
+                text = input(f"\nyour problem{example} (an empty line stops)\n> ")
             except EOFError:
                 text = ""
             if not text.strip():

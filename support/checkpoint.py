@@ -277,6 +277,8 @@ def load(folder: Path, learned: Learned, identity: dict[str, str]) -> int:
             break
         except (KeyError, ValueError, RuntimeError, TypeError, AttributeError) as error:
             parallel.say(f"warning: {file} cannot be used ({str(error)[:300]})")
+    if not found and (folder / "metrics.jsonl").exists():
+        parallel.say(f"warning: {folder} has no checkpoint: its steps are taken again")
     if found and not step:
         raise ValueError(f"no checkpoint of {folder} can be used: remove them to start over")
     if parallel.is_leader():

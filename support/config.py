@@ -206,8 +206,9 @@ def import_function(flag_name: str, name: str, expected: str):
     module, _, attribute = name.partition(":")
     try:
         found = getattr(importlib.import_module(module), attribute) if attribute else None
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise ValueError(f"{flag_name} {name} cannot be imported: {error}") from None
+    except Exception as error:  # a module of the user's may raise anything
+        raise ValueError(f"{flag_name} {name} cannot be imported: {type(error).__name__}: {error}"
+                         ) from None
     if not callable(found):
         raise ValueError(f"{flag_name} {name}: expected {expected}, or module:function")
     return found

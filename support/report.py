@@ -212,7 +212,10 @@ def is_result(file: Path) -> bool:
     """Whether a file was written by --output; a run's own evaluation has a step."""
     if file.is_symlink() or not file.is_file():
         return False
-    saved = files.read_json(file)
+    try:
+        saved = files.read_json(file)
+    except ValueError:
+        return False
     return "pass@1" in saved and "step" not in saved
 
 

@@ -7,6 +7,7 @@ import random
 import re
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -393,7 +394,7 @@ def test_a_malformed_line_is_named(tmp_path, line, words):
 
 @pytest.mark.parametrize("name, words", [
     ("chess", "expected countdown, countdown4, countdown-many, countdown-calculations, gsm8k, a"),
-    ("missing.jsonl", "expected countdown"), ("", "expected countdown"),
+    ("missing.jsonl", "no such file"), ("./nowhere", "no such file"), ("", "expected countdown"),
     ("json:", "expected countdown"), ("/dev/null", "no train problems"),
     ("json:nothing", "cannot be imported"), ("no_such_module:f", "cannot be imported"),
     (":f", "cannot be imported")])
@@ -464,11 +465,16 @@ def lonely(split):
     return [Lonely()]
 
 
+def numbered(split):
+    return [SimpleNamespace(prompt=5, judge=None)]
+
+
 def nothing(split):
     return None
 
 
-@pytest.mark.parametrize("task, words", [("lonely", "a prompt and a judge"),
+@pytest.mark.parametrize("task, words", [("lonely", "a text, and a judge"),
+                                         ("numbered", "a prompt, which is a text"),
                                          ("nothing", "no test problems")])
 def test_a_task_of_ones_own_must_give_problems(task, words):
     with pytest.raises(ValueError, match=words):

@@ -430,12 +430,14 @@ def test_output_leaves_a_runs_evaluation_and_other_kinds_of_files_alone(trained,
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere.json")
     (tmp_path / "elsewhere.json").write_text('{"pass@1": 1}')
+    (tmp_path / "notes.md").write_text("# Notes")
     before = (trained / "evaluation.json").read_bytes()
-    for file in (trained / "evaluation.json", tmp_path / "pipe", tmp_path / "link"):
+    for file in (trained / "evaluation.json", *map(tmp_path.joinpath, ("pipe", "link", "notes.md"))):
         with pytest.raises(SystemExit):
             evaluate.main([str(trained), "--output", str(file)])
         assert "--output" in capsys.readouterr().err
     assert (trained / "evaluation.json").read_bytes() == before
+    assert (tmp_path / "notes.md").read_text() == "# Notes"
 
 
 def test_an_evaluation_says_how_it_was_measured(trained, tmp_path):

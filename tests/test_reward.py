@@ -3,6 +3,7 @@ import math
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -208,11 +209,21 @@ def test_a_scaled_bonus_redistributes_among_those_who_earn():
 
 @pytest.mark.parametrize("bonus, words", [
     (torch.ones(6), "shape"), (torch.ones(2, 1), "shape"), ([[1.0] * 3] * 2, "shape"),
-    (1.0, "shape"), (None, "shape"), (torch.full((2, 3), math.nan), "not finite")])
+    (1.0, "shape"), (None, "shape"), (torch.full((2, 3), math.nan), "not finite"),
+    (np.ones((2, 3)), "shape")])
 def test_a_reward_of_another_shape_or_kind_is_refused_by_name(bonus, words):
     correct = torch.tensor([[1.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
     with pytest.raises(ValueError, match=f"--method mine:reward gave .*{words}"):
         reward.augment(correct, bonus, Config(method="mine:reward"), 0)
+
+
+def test_a_reward_may_be_of_another_precision_and_carry_a_gradient():
+    correct = torch.tensor([[1.0, 0.0, 1.0]])
+    bonus = torch.tensor([[1.0, 2.0, 3.0]], dtype=torch.float64, requires_grad=True)
+    config = Config(alpha=1.0, alpha_decay=0.0, bonus="added")
+    rewards = reward.augment(correct, bonus, config, 0)
+    assert rewards.dtype == torch.float32 and not rewards.requires_grad
+    assert rewards.tolist() == [[2.0, 0.0, 4.0]]
 
 
 def test_a_scaled_bonus_never_pays_a_correct_response_less_than_a_wrong_one():
@@ -310,7 +321,7 @@ def test_a_method_of_your_own_is_imported(tmp_path, monkeypatch):
     ("nonsense", "expected sus, ss, surprise, perplexity, grpo, or module:function"),
     ("", "expected sus"), ("reward:", "expected sus"), ("reward:__doc__", "expected sus"),
     ("reward:nothing", "cannot be imported"), ("no_such_module:f", "cannot be imported"),
-    (":f", "cannot be imported")])
+    (":f", "cannot be imported"), ("fractions:Fraction", "must be an nn.Module")])
 def test_a_method_that_cannot_be_found_is_one_clear_error(name, words):
     with pytest.raises(ValueError, match=words):
         reward.find_method(name)
@@ -323,7 +334,7 @@ def test_a_reward_of_another_shape_or_without_numbers_is_refused_by_name(bonus):
         reward.augment(correct, bonus, Config(method="mine:f"), 0)
 
 
-@pytest.mark.parametrize("verdict", [0.5, None, float("nan"), "yes", 2])
+@pytest.mark.parametrize("verdict", [0.5, None, float("nan"), "yes", 2, {}])
 def test_a_judge_says_right_or_wrong(verdict):
     problem = SimpleNamespace(judge=lambda response: verdict)
     with pytest.raises(ValueError, match=f"a judge gave {verdict!r}, expected 1.0 or 0.0"):

@@ -364,6 +364,13 @@ def test_a_damaged_checkpoint_is_refused_and_nothing_is_touched(name, copy, open
     assert before == all_files(copy)
 
 
+def test_a_run_that_lost_its_checkpoints_says_that_it_starts_over(copy, opened, capsys):
+    for file in (copy / "checkpoint").iterdir():
+        file.unlink()
+    assert checkpoint.load(copy, opened.learned(), opened.identity) == 0
+    assert "has no checkpoint: its steps are taken again" in capsys.readouterr().err
+
+
 def write(name, text):
     return lambda folder: (folder / name).write_text(text)
 
