@@ -432,7 +432,8 @@ def test_output_leaves_a_runs_evaluation_and_other_kinds_of_files_alone(trained,
     (tmp_path / "elsewhere.json").write_text('{"pass@1": 1}')
     (tmp_path / "notes.md").write_text("# Notes")
     before = (trained / "evaluation.json").read_bytes()
-    for file in (trained / "evaluation.json", *map(tmp_path.joinpath, ("pipe", "link", "notes.md"))):
+    others = [tmp_path / name for name in ("pipe", "link", "notes.md")]
+    for file in (trained / "evaluation.json", *others):
         with pytest.raises(SystemExit):
             evaluate.main([str(trained), "--output", str(file)])
         assert "--output" in capsys.readouterr().err
