@@ -20,7 +20,8 @@ from tests.test_train import SMALL, adapter, learned, metrics, quick_world, run 
 
 SETTINGS = [
     "", "--method grpo --kl 0", "--reading equations --recompute", "--kl-form k2 --epochs 2",
-    "--learn-lambdas --normalise std", "--micro-batch 3 --negatives batch --bonus scaled",
+    "--learn-lambdas --normalise std",
+    "--micro-batch 3 --negatives batch --bonus scaled --gate correct",
     "--method experiments.rewards:rnd", *(
         pytest.param(f"--method experiments.rewards:{name}", marks=pytest.mark.slow)
         for name in ("uniqueness", "repository", "elliptical", "shuffled", "group_oracle"))]

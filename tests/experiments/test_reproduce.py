@@ -110,7 +110,7 @@ def test_quick_changes_what_was_not_given(tmp_path, monkeypatch):
     monkeypatch.setattr(reproduce.tiny, "find_tiny", lambda *arguments, **options: None)
     monkeypatch.setattr(reproduce, "run_all", lambda jobs, part, workers: planned_jobs.update(jobs))
     planned_jobs = {}
-    monkeypatch.setattr(reproduce.temperatures, "read_measures", lambda folders, splits: [])
+    monkeypatch.setattr(reproduce.temperatures, "read_measures", lambda folders, splits, at: [])
     with pytest.raises(SystemExit):  # there is nothing to compare
         reproduce.main(["--quick", "--seeds", "2", "--folder", str(tmp_path)])
     configs = [config_of(flags) for flags in planned_jobs.values()]
@@ -126,7 +126,7 @@ def test_base_models_are_built_with_their_own_seeds(tmp_path, monkeypatch):
     monkeypatch.setattr(reproduce.tiny, "find_tiny",
                         lambda task, cache, seed: built.append((task, cache, seed)))
     monkeypatch.setattr(reproduce, "run_all", lambda jobs, part, workers: None)
-    monkeypatch.setattr(reproduce.temperatures, "read_measures", lambda folders, splits: [])
+    monkeypatch.setattr(reproduce.temperatures, "read_measures", lambda folders, splits, at: [])
     with pytest.raises(SystemExit):  # there is nothing to compare
         reproduce.main(["--part", "many", "--seeds", "2", "--folder", str(tmp_path),
                         "--cache", str(tmp_path / "base")])
@@ -221,7 +221,7 @@ def test_so_many_runs_at_a_time_with_one_thread_each(tmp_path, monkeypatch, work
             return 0
     running = []
     monkeypatch.setattr(subprocess, "Popen", Process)
-    monkeypatch.setattr(reproduce.temperatures, "read_measures", lambda folders, splits: [])
+    monkeypatch.setattr(reproduce.temperatures, "read_measures", lambda folders, splits, at: [])
     with pytest.raises(SystemExit):  # there is nothing to compare
         reproduce.main(["--quick", "--folder", str(tmp_path), "--workers", str(workers)])
     assert len(started) == len(ended) == 6 and max(running) == workers
