@@ -203,7 +203,7 @@ def settings_table(curves: Curves, validation: Curves) -> str:
             temperature = choose_temperature(validation[name], measure)
             values = list(values_at(seeds, measure, temperature).values())
             cells.append(f"{percent(values)} (T {temperature:g})")
-        rows.append([name if len(seeds) == most else f"{name} ({len(seeds)} seeds)", *cells])
+        rows.append([name if len(seeds) == most else f"{name} (seeds: {len(seeds)})", *cells])
     return as_table(["per cent", *known(curves, MEASURES)], rows)
 
 
