@@ -67,7 +67,7 @@ def measure_run(folder: Path, splits: list[str], count: int, base: bool = False,
             new = {"step": step, "asked": count, **found.metrics}
             file, known = read_file(folder, base)
             kept = [line for line in known if line["split"] != split or (
-                line["asked"], line["step"]) == (count, step)]
+                line.get("asked"), line.get("step")) == (count, step)]
             files.write_lines(file, sorted([*kept, new], key=lambda line: (
                 SPLITS.index(line["split"]), line["temperature"])))
 

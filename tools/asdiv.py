@@ -43,9 +43,11 @@ def is_one_step(problem: dict) -> bool:
 
 def main(arguments: list[str]) -> None:
     one_step = arguments[:1] == ["--one-step"]
-    if len(arguments) != 2 + one_step:
+    if one_step:
+        arguments = arguments[1:]
+    if len(arguments) != 2:
         sys.exit(__doc__)
-    wheel, output = map(Path, arguments[one_step:])
+    wheel, output = map(Path, arguments)
     try:
         problems = read_problems(wheel)
         if one_step:
