@@ -120,7 +120,7 @@ TEXT_FLAGS = ["--model", "models/smollm2", "--prompt", "plain", "--stop", "\\n",
               Path(__file__).parents[1].joinpath("tools/shots.txt").read_text().strip(),
               *"--dtype bfloat16 --max-new-tokens 24 --problems 8 --micro-batch 8 --kl 0 "
                "--learning-rate 1e-4 --temperature 0.7 --eval-problems 32 "
-              "--eval-temperature 0.7".split()]
+               "--eval-temperature 0.7".split()]
 TEXT = {"sus": f"sus {GROUP} --alpha 4 --strategy-warmup 64", "grpo": "grpo",
         "passk": f"{OTHER}passk {PASSK}"}
 

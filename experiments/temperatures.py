@@ -56,10 +56,10 @@ def measure_run(folder: Path, splits: list[str], count: int, base: bool = False,
     if step < policy.config.steps:
         print(f"note: {folder} has {step} of its {policy.config.steps} steps")
     for split in splits:
-        problems = data.load(policy.config.data, split, count)
-        for temperature in tqdm(at, f"{folder.name}, {split}", leave=False):
-            if find_measured(folder, split, count, base, (temperature,)):
-                continue
+        measured = {line["temperature"] for line in find_measured(folder, split, count, base, at)}
+        missing = [temperature for temperature in at if temperature not in measured]
+        problems = data.load(policy.config.data, split, count) if missing else []
+        for temperature in tqdm(missing, f"{folder.name}, {split}", leave=False):
             config = replace(policy.config, eval_split=split, eval_samples=16,
                              eval_temperature=temperature)
             with lora.disabled(policy.model) if base else nullcontext():

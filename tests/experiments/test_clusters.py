@@ -32,7 +32,7 @@ def test_a_runs_responses_are_clustered_twice(cache, tmp_path, capsys):
                  "0.1")
     policy, _, _ = evaluate.open_run(folder)
     assert all(each.any() for name, each in lora.parameters(policy.model).items()
-                          if "lora_B" in name)  # the trained policy, not its base model
+               if "lora_B" in name)  # the trained policy, not its base model
     found = evaluate.evaluate(policy, data.load("countdown-many", "test", 6), policy.config)
     records = clusters.cluster_twice(folder, 6)
     responses = [each for record in records for each in record["responses"]]
@@ -41,7 +41,8 @@ def test_a_runs_responses_are_clustered_twice(cache, tmp_path, capsys):
     untrained_clustering = Clustering.fit(found.features, epochs=0)
     assert untrained == untrained_clustering.read(found.features)[0].flatten().tolist()
     assert untrained != [each["cluster"] for each in responses]
-    records = clusters.cluster_twice(folder, 6)
+    for each, cluster in zip(responses, untrained):
+        each["untrained"] = cluster
     capsys.readouterr()
     clusters.main([str(folder), "--problems", "6", "--show", "2"])
     assert capsys.readouterr().out.strip() == clusters.make_page(records, 2).strip()
